@@ -1,9 +1,7 @@
 """Measures products next to cuBLAS: the families' layers, random shapes, and the gradients of a linear layer."""
 
-import contextlib
 import math
-from collections.abc import Callable, Sequence
-from functools import cache
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -75,29 +73,18 @@ def drawn(bench: Bench) -> None:
         _products(bench, "drawn", f"{m}×{n}×{k}", n, k, [m], {})
 
 
-@cache
-def _accumulate(device: torch.device) -> Callable:
-    """Returns torch's way to add dyᵀ x, in fp32, to a buffer: one call where this torch has it."""
-
-    def one(buffer, dy, x):
+def _accumulate(buffer: torch.Tensor, dy: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Adds dyᵀ x to a buffer in fp32: on a GPU in one call."""
+    if dy.is_cuda:
         return torch.addmm(buffer, dy.t(), x, out_dtype=torch.float32, out=buffer)
-
-    def two(buffer, dy, x):
-        return buffer.add_(torch.mm(dy.t(), x, out_dtype=torch.float32))
-
-    tried = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
-    for way in (one, two):
-        with contextlib.suppress(RuntimeError, TypeError):
-            way(tried.float(), tried, tried)
-            return way
-    return lambda buffer, dy, x: buffer.add_(dy.t() @ x)
+    return buffer.add_(dy.t() @ x)
 
 
 def _gradients(bench: Bench, layer: cases.Layer, tokens: int) -> None:
     n, k = layer.n, layer.k
     dx_size, dw_size = _bytes((tokens, n), (n, k), (tokens, k)), _bytes((tokens, n), (tokens, k), (n, k))
     into_size = _bytes((tokens, n), (tokens, k)) + _bytes((n, k), (n, k), itemsize=4)
-    count, accumulate = bench.sets(dx_size), _accumulate(bench.device)
+    count = bench.sets(dx_size)
     sets = bench.numbers.sets(count, (tokens, n), (tokens, k), (n, k))
     sets = [(*inputs, torch.zeros(n, k, device=bench.device)) for inputs in sets]
     fold = lambda dy, x, into, out: product(dy.t(), x.t(), into, out, torch.float32)
@@ -114,7 +101,7 @@ def _gradients(bench: Bench, layer: cases.Layer, tokens: int) -> None:
         INTO: lambda dy, x, w, buffer: fold(dy, x, buffer, buffer),
         FIRST: lambda dy, x, w, buffer: fold(dy, x, None, buffer),
         CUBLAS: lambda dy, x, w, _: dy.t() @ x,
-        FP32: lambda dy, x, w, buffer: accumulate(buffer, dy, x),
+        FP32: lambda dy, x, w, buffer: _accumulate(buffer, dy, x),
     }
     measured = bench.timed(rotated(calls, sets), sets=count)
     lines = [

@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 
 import torch
 
@@ -34,66 +33,55 @@ SHOWN = {
 }
 
 
-def _linear(m: int, n: int, k: int) -> Callable[[], object]:
-    x, weight = _normal(m, k), _normal(n, k)
-    return lambda: bi_kernels.linear(x, weight)
-
-
-def _prefill(sequences: int, length: int) -> Callable[[], object]:
-    q, k, v = _normal(sequences, length, 32, 128), *(_normal(sequences, length, 8, 128) for _ in range(2))
-    return lambda: bi_kernels.attention(q, k, v)
-
-
-def _decode(sequences: int, keys: int) -> Callable[[], object]:
-    q, k, v = _normal(sequences, 1, 32, 128), *(_normal(sequences, keys, 8, 128) for _ in range(2))
-    for _ in range(3):
-        bi_kernels.attention(q, k, v)
-    graph = torch.cuda.CUDAGraph()  # in which few sequences are computed in steps
-    with torch.cuda.graph(graph):
-        kept = bi_kernels.attention(q, k, v)
-    return lambda: (graph.replay(), kept)
-
-
-def _norm(width: int) -> Callable[[], object]:
-    x, weight = _normal(16384, width), _normal(width)
-    return lambda: bi_kernels.rms_norm(x, weight)
-
-
-def _norm_backward(width: int) -> Callable[[], object]:
-    x, weight, dy = _normal(16384, width).requires_grad_(), _normal(width).requires_grad_(), _normal(16384, width)
-    weight.main_grad = torch.zeros(width, device="cuda")
-    y = bi_kernels.rms_norm(x, weight)
-    return lambda: torch.autograd.grad(y, (x, weight), dy, retain_graph=True, allow_unused=True)
-
-
-def _embedding_backward(tokens: int, vocab: int, width: int) -> Callable[[], object]:
-    weight, dy = _normal(vocab, width).requires_grad_(), _normal(tokens, width)
-    weight.main_grad = torch.zeros(vocab, width, device="cuda")
-    y = bi_kernels.embedding((torch.rand(tokens, device="cuda") ** 6 * vocab).long(), weight)
-    return lambda: torch.autograd.grad(y, weight, dy, retain_graph=True, allow_unused=True)
-
-
-CASES: dict[str, Callable[[], Callable[[], object]]] = {
-    "linear, 1 × 128 × 8192": partial(_linear, 1, 128, 8192),
-    "linear, 135 × 320 × 28728": partial(_linear, 135, 320, 28728),
-    "attention, forward, 16 × 1024": partial(_prefill, 16, 1024),
-    "attention, forward, 1 × 16384": partial(_prefill, 1, 16384),
-    "decode, B 1, 4096 keys": partial(_decode, 1, 4096),
-    "rms_norm, forward, width 1024": partial(_norm, 1024),
-    "rms_norm, forward, width 8192": partial(_norm, 8192),
-    "rms_norm, backward, width 1024": partial(_norm_backward, 1024),
-    "embedding, backward, ids drawn unevenly": partial(_embedding_backward, 16384, 151936, 4096),
-}
-
-
 def _normal(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device="cuda", dtype=torch.bfloat16)
 
 
+def _ids(vocab: int) -> torch.Tensor:
+    return (torch.rand(16384, device="cuda") ** 6 * vocab).long()
+
+
+def _prompts(sequences: int, queries: int, keys: int) -> tuple[torch.Tensor, ...]:
+    return _normal(sequences, queries, 32, 128), *(_normal(sequences, keys, 8, 128) for _ in range(2))
+
+
+CASES: dict[str, Callable[[], tuple]] = {  # an op and its inputs
+    "linear, 1 × 128 × 8192": lambda: (bi_kernels.linear, _normal(1, 8192), _normal(128, 8192)),
+    "linear, 135 × 320 × 28728": lambda: (bi_kernels.linear, _normal(135, 28728), _normal(320, 28728)),
+    "attention, forward, 16 × 1024": lambda: (bi_kernels.attention, *_prompts(16, 1024, 1024)),
+    "attention, forward, 1 × 16384": lambda: (bi_kernels.attention, *_prompts(1, 16384, 16384)),
+    "decode, B 1, 4096 keys": lambda: (bi_kernels.attention, *_prompts(1, 1, 4096)),
+    "rms_norm, forward, width 1024": lambda: (bi_kernels.rms_norm, _normal(16384, 1024), _normal(1024)),
+    "rms_norm, forward, width 8192": lambda: (bi_kernels.rms_norm, _normal(16384, 8192), _normal(8192)),
+    "rms_norm, backward, width 1024": lambda: (bi_kernels.rms_norm, _normal(16384, 1024), _normal(1024)),
+    "embedding, backward, ids drawn unevenly": lambda: (bi_kernels.embedding, _ids(151936), _normal(151936, 4096)),
+}
+
+
+def _call(case: str) -> Callable[[], object]:
+    """Returns a call of a case: forward, backward into main_grad, or the replay of a graph of a decode step."""
+    op, *inputs = CASES[case]()
+    call = lambda: op(*inputs)
+    if "backward" in case:
+        leaves = [t.requires_grad_() for t in inputs if t.is_floating_point()]
+        leaves[-1].main_grad = torch.zeros_like(leaves[-1], dtype=torch.float32)
+        y = call()
+        dy = _normal(*y.shape)
+        return lambda: torch.autograd.grad(y, leaves, dy, retain_graph=True, allow_unused=True)
+    if "decode" in case:  # few sequences are computed in steps in a graph alone
+        for _ in range(3):
+            call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            kept = call()
+        return lambda: (graph.replay(), kept)
+    return call
+
+
 def _profile() -> None:
     """Calls every case once while the profiler looks, after calls in which it does not."""
-    for make in CASES.values():
-        call = make()
+    for case in CASES:
+        call = _call(case)
         for _ in range(2):
             call()
         torch.cuda.synchronize()

@@ -8,8 +8,8 @@ import torch
 
 import bi_kernels
 from benchmarks import attention, calls, cases, linear, profiler, rows
-from benchmarks.goals import evaluate
 from benchmarks.measure import Bench
+from benchmarks.tables import evaluate
 from bi_kernels.audit.findings import NEEDS_FIX, PASS, Row
 from bi_kernels.audit.index import goals
 from bi_kernels.audit.parameters import choose, groups_of, read

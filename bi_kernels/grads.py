@@ -2,16 +2,21 @@
 
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from itertools import count
 
 import torch
 import torch.distributed as dist
 import triton
 
-from bi_kernels.contract import VERSION
+from bi_kernels.checks import check_numbers
+from bi_kernels.compat import overlaps_itself
+from bi_kernels.contract import DTYPES, VERSION
 from bi_kernels.ops.square_sum import BLOCK, block_sums, total
 from bi_kernels.parallel.tree import GroupTree, agree
-from bi_kernels.parameters import IDS, LIVE_MAIN_GRADS, masters_of, tied_among, trained
-from bi_kernels.scalars import check_flag, check_integer, check_number, truncated_repr
+from bi_kernels.scalars import check_flag, check_integer, check_number, one_line, truncated_repr
+from bi_kernels.tokens import LIVE_MAIN_GRADS
+
+_ids = count(1)
 
 
 class MainGrads:
@@ -61,13 +66,13 @@ class MainGrads:
         world: dist.ProcessGroup | None = None,
         sharded: bool = False,
     ):
-        self.names, self.parameters = trained(parameters)
-        self.tied = tied_among(self.parameters, tied)
+        self.names, self.parameters = _trained(parameters)
+        self.tied = _tied_among(self.parameters, tied)
         self.sharded = check_flag("MainGrads", "sharded", sharded)
         self.tree = self._tree(groups, world)
         if sharded and self.tree is None:
             raise ValueError("MainGrads: sharded is True, expected a world to share the parameters among")
-        LIVE_MAIN_GRADS[number := next(IDS)] = self
+        LIVE_MAIN_GRADS[number := next(_ids)] = self
         for p, buffer in zip(self.parameters, self._buffers()):
             p.main_grad = buffer
             buffer.of_step = number  # and no integration's, which would hand it on to `.grad`
@@ -263,7 +268,7 @@ class MainGrads:
         """Takes over the masters of a `state_dict`, and rounds them into the parameters; a step that was begun is
         dropped. Raises ValueError, before anything is changed, for those of other parameters, of another version of the
         contract, or of another rank."""
-        for master, theirs in zip(self.masters, masters_of(state, self._said(), self.masters)):
+        for master, theirs in zip(self.masters, _masters_of(state, self._said(), self.masters)):
             master.copy_(theirs)
         self._join_tied()
         self.collect()
@@ -297,3 +302,72 @@ class MainGrads:
 def _room(p: torch.Tensor) -> int:
     """Returns how many numbers a parameter has in the flat buffer: whole blocks of a norm's sum."""
     return -(-p.numel() // BLOCK) * BLOCK
+
+
+def _trained(
+    parameters: Iterable[torch.nn.Parameter] | Iterable[tuple[str, torch.nn.Parameter]],
+) -> tuple[list[str], list[torch.nn.Parameter]]:
+    """Returns the names and the parameters that require a gradient, each once. Raises TypeError for what MainGrads
+    cannot hold, ValueError for a parameter that another one has."""
+    if isinstance(parameters, torch.Tensor) or not isinstance(parameters, Iterable):
+        kind = type(parameters).__name__
+        raise TypeError(f"MainGrads: parameters is of type {kind}, expected what model.parameters() returns")
+    if torch.is_inference_mode_enabled():
+        raise ValueError("MainGrads: parameters were given in inference_mode, expected a call outside of it")
+    found: dict[torch.nn.Parameter, str] = {}
+    for number, entry in enumerate(parameters):
+        named = isinstance(entry, tuple) and len(entry) == 2 and isinstance(entry[0], str)
+        name, p = entry if named else (f"parameter {number}", entry)
+        if not isinstance(p, torch.Tensor):
+            raise TypeError(f"MainGrads: {name} is of type {type(p).__name__}, expected a parameter")
+        if not p.requires_grad or p in found:
+            continue
+        if p.dtype not in DTYPES.values() or p.is_meta:
+            kind = "on the meta device" if p.is_meta else f"of dtype {p.dtype}"
+            raise TypeError(f"MainGrads: {name} is {kind}, expected fp32, fp16 or bf16 on a device")
+        check_numbers("MainGrads", name, p)
+        if not p.is_leaf or p.is_inference() or overlaps_itself(p):
+            raise ValueError(f"MainGrads: {name} cannot be written to in place, expected a module's parameter")
+        if getattr(getattr(p, "main_grad", None), "of_step", None) in LIVE_MAIN_GRADS:
+            raise ValueError(f"MainGrads: {name} has another MainGrads' main_grad, expected one that was released")
+        found[p] = name
+    return list(found.values()), list(found)
+
+
+def _tied_among(parameters: list[torch.nn.Parameter], tied: Iterable[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+    """Returns what is tied, each once. Raises TypeError for what are no parameters, ValueError for one that is not
+    trained."""
+    if isinstance(tied, torch.Tensor) or not isinstance(tied, Iterable):
+        raise TypeError(f"MainGrads: tied is {truncated_repr(tied)}, expected a list of parameters")
+    found: dict[torch.nn.Parameter, None] = {}
+    for t in tied:
+        if not isinstance(t, torch.Tensor):
+            raise TypeError(f"MainGrads: tied holds {truncated_repr(t)}, expected a parameter")
+        if not t.requires_grad:
+            raise ValueError("MainGrads: tied holds a parameter that requires no gradient, expected one that does")
+        if all(t is not p for p in parameters):
+            raise ValueError("MainGrads: tied holds a parameter that is not among the parameters given")
+        found[t] = None
+    return list(found)
+
+
+def _masters_of(state: dict, expected: dict, masters: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns the masters that a saved state holds. Raises ValueError for a state of another run than `expected`
+    says."""
+    state = state if isinstance(state, dict) else {}
+    for name, mine in expected.items():
+        theirs = state.get(name)
+        if one_line(theirs) != one_line(mine):
+            raise ValueError(
+                f"MainGrads: the state's {name} is {truncated_repr(theirs)}, expected {truncated_repr(mine)}"
+            )
+    theirs, shapes = state.get("masters"), [m.shape for m in masters]
+    whole = isinstance(theirs, (list, tuple)) and all(isinstance(t, torch.Tensor) for t in theirs)
+    if not whole or [t.shape for t in theirs] != shapes or any(t.dtype != torch.float32 for t in theirs):
+        expected = [tuple(s) for s in shapes]
+        raise ValueError(
+            f"MainGrads: the state's masters are {truncated_repr(theirs)}, expected fp32 tensors of {expected}"
+        )
+    for t in theirs:
+        check_numbers("MainGrads", "a master of the state", t)
+    return theirs

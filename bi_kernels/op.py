@@ -4,7 +4,7 @@ A custom op is opaque to the compiler, which sees no launch, and so cannot freez
 does not pay the dispatcher's 25 µs. Its gradient is one of custom ops too, so a step that trains has no graph break:
 
     @writes("dx")                                   # what the backward launches; it writes where it is told to
-    def _scale_gradient(dy: Tensor, factor: float, dx: Tensor) -> None: ...
+    def _scale_gradient(dy, factor: float, dx) -> None: ...
 
     def _save(ctx, inputs, y): ctx.factor = inputs[1]
     def _backward(ctx, dy):
@@ -16,6 +16,7 @@ does not pay the dispatcher's 25 µs. Its gradient is one of custom ops too, so 
 
 import inspect
 from collections.abc import Callable, Sequence
+from functools import wraps
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -31,20 +32,22 @@ def _custom_op(name: str, function: Callable, fake: Callable, mutates: Sequence[
     signature = inspect.signature(function)
     # autograd leaves out arguments that are their defaults
     required = [p.replace(default=p.empty) for p in signature.parameters.values()]
-    call.__signature__ = signature.replace(parameters=required)
+    typed = [p.replace(annotation=torch.Tensor | None) if p.annotation is p.empty else p for p in required]
+    call.__signature__ = signature.replace(parameters=typed)
     made = torch.library.custom_op(f"bi_kernels::{name}", call, mutates_args=mutates)
     made.register_fake(fake)
     return made
 
 
 def writes(*outputs: str) -> Callable:
-    """Decorates an annotated launcher, which returns nothing and writes to the tensors of these names, so that
-    torch.compile sees a custom op."""
+    """Decorates a launcher, which returns nothing and writes to the tensors of these names, so that torch.compile sees
+    a custom op. Arguments without annotation are tensors or None."""
 
     def decorate(function: Callable) -> Callable:
         name = f"{function.__module__.rpartition('.')[2]}_{function.__name__.strip('_')}"
         opaque = _custom_op(name, function, lambda *args: None, outputs)
 
+        @wraps(function)
         def call(*args) -> None:
             (opaque if torch.compiler.is_compiling() else function)(*args)
 
@@ -54,7 +57,7 @@ def writes(*outputs: str) -> Callable:
 
 
 class Op:
-    """A launcher of tensors and numbers, annotated, that returns a tensor or a list of them.
+    """A launcher that returns a tensor or a list of them. Its arguments without annotation are tensors or None.
 
     fake: returns outputs of the same shapes. save(ctx, inputs, outputs), backward(ctx, *grads): as setup_context and
     backward of a torch.autograd.Function; a gradient may be None. Arguments with defaults are what a call that trains

@@ -19,6 +19,7 @@ from contextlib import ContextDecorator
 from contextvars import ContextVar
 from functools import lru_cache
 from itertools import count
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -28,7 +29,6 @@ import triton.language as tl
 from bi_kernels import compat
 from bi_kernels.checks import check_numbers, integers_of
 from bi_kernels.launch import jit
-from bi_kernels.parameters import check_own
 from bi_kernels.scalars import check_flag, integer_of, truncated_repr
 
 SLAB = 16  # tokens that the tensor core adds in one step; a fold may be cut between slabs and nowhere else
@@ -41,6 +41,7 @@ inferred_any: ContextVar[bool] = ContextVar("a layout was inferred", default=Fal
 ENTERED = "bi_kernels: a token layout was entered"
 _ids = count()
 _live: WeakValueDictionary[int, "TokenLayout"] = WeakValueDictionary()
+LIVE_MAIN_GRADS: WeakValueDictionary[int, Any] = WeakValueDictionary()  # every MainGrads in use, by its number
 
 
 @jit
@@ -191,14 +192,10 @@ class _Unset:
 
 
 @lru_cache(maxsize=64)
-def _dense(sequences: int, length: int) -> TokenLayout:
-    return TokenLayout([i * length for i in range(sequences)], [length] * sequences, sequences * length)
-
-
-@lru_cache(maxsize=64)
-def _flat(length: int) -> TokenLayout:
-    layout = TokenLayout([0], [length], length)
-    layout.is_inferred = True
+def dense(sequences: int, length: int, inferred: bool = False) -> TokenLayout:
+    """Returns the layout of rows without padding; inferred: of (tokens, features), one sequence."""
+    layout = TokenLayout([i * length for i in range(sequences)], [length] * sequences, sequences * length)
+    layout.is_inferred = inferred
     return layout
 
 
@@ -240,7 +237,7 @@ def layout_for(op: str, lead: Sequence[int], trains: bool = True) -> TokenLayout
                 "tokens where its parameters' gradients are added; for heads use qk_norm, else enter a TokenLayout",
                 stacklevel=3,
             )
-    return _flat(length) if not outer else _dense(max(sequences, 1), length if sequences else 0)
+    return dense(max(sequences, 1), length if sequences else 0, not outer)
 
 
 def warn_unlaid_micro_batch(op: str, layout: "TokenLayout", buffer: torch.Tensor | None) -> None:
@@ -255,12 +252,25 @@ def warn_unlaid_micro_batch(op: str, layout: "TokenLayout", buffer: torch.Tensor
         )
 
 
+def _check_own(op: str, name: str, weight: torch.Tensor) -> None:
+    """Raises ValueError for the copy of a parameter that a reentrant checkpoint passes on: what an op leaves there goes
+    to the parameter's `.grad`, beside its main_grad."""
+    if not weight.is_leaf or compat.current_node() != "CheckpointFunctionBackward":
+        return
+    there = [p for owner in LIVE_MAIN_GRADS.values() for p in owner.parameters if p.data_ptr() == weight.data_ptr()]
+    if weight.numel() and there and all(p is not weight for p in there):
+        raise ValueError(
+            f"{op}: {name} is a copy of a parameter, made by a reentrant checkpoint, and has no main_grad; let the "
+            "checkpointed function hold the parameter, or set use_reentrant=False"
+        )
+
+
 def main_grad(op: str, weight: torch.Tensor, name: str = "weight", attribute: str = "main_grad") -> torch.Tensor | None:
     """Returns the fp32 buffer on a parameter into which backward accumulates, checked; None if it has none. Raises
     ValueError for a reentrant checkpoint's copy of a parameter that has one."""
     buffer = getattr(weight, attribute, None)
     if buffer is None:
-        check_own(op, name, weight)
+        _check_own(op, name, weight)
         return None
     if not isinstance(buffer, torch.Tensor) or buffer.dtype != torch.float32:
         what = f"dtype {buffer.dtype}" if isinstance(buffer, torch.Tensor) else f"type {type(buffer).__name__}"

@@ -1,6 +1,5 @@
 """Runs `bi-audit mutate`."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -8,32 +7,23 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bi_kernels.audit.parameters import choose
 from bi_kernels.audit.report.provenance import provenance
-from mutation import document, plan, rates
-from mutation.operators import Mutant
+from mutation import document, plan
 from mutation.reach import on_hopper
 from mutation.run import judged
-
-
-def chosen(names: Sequence[str], sample: int, seed: int, on_gpu: bool, equivalents: Path) -> tuple[list[Mutant], list]:
-    """Returns the mutants of a run and the entries of the file of equivalents. Raises ValueError for an entry that no
-    mutant answers to."""
-    every = plan.every(hopper=True)
-    entries = plan.equivalents(equivalents)
-    for entry in plan.stale(every, entries):
-        raise ValueError(f"{equivalents.name}: no mutant of {entry.file}, {entry.function}, has {entry.before!r}")
-    mine = [m for m in every if on_gpu or not on_hopper(m.file)]
-    return plan.sampled(plan.of_audits(mine, names), sample, seed), entries
 
 
 def run(given, out: Path) -> tuple[list[str], bool]:
     """Judges mutants and writes their report; returns the lines to print, and whether the run fails.
 
-    It fails where the rate is below the goal, and where an entry of the file of equivalents is killed.
+    It fails where the rate is below the goal, and where an entry of the file of equivalents is killed. Raises
+    ValueError for an entry that no mutant answers to.
     """
-    where = choose(given.device)
-    mutants, entries = chosen(
-        given.names, given.sample or 0, given.seed, where.type == "cuda", given.equivalents or plan.EQUIVALENTS
-    )
+    where, file = choose(given.device), given.equivalents or plan.EQUIVALENTS
+    every, entries = plan.every(), plan.equivalents(file)
+    for entry in plan.stale(every, entries):
+        raise ValueError(f"{file.name}: no mutant of {entry.file}, {entry.function}, has {entry.before!r}")
+    every = plan.of_audits([m for m in every if where.type == "cuda" or not on_hopper(m.file)], given.names)
+    mutants = plan.sampled(every, given.sample or 0, given.seed)
     out.mkdir(parents=True, exist_ok=True)
     word = TextColumn("{task.fields[word]}")
     columns = TextColumn("mutants"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), word
@@ -47,15 +37,15 @@ def run(given, out: Path) -> tuple[list[str], bool]:
 
         found = judged(mutants, where.type, given.jobs, out / ".mutants.jsonl", tell)
     of = {m.id: m for m in mutants}
-    wrong = document.settle(found, entries, of, where.type)
+    wrong = document.check_equivalents(found, entries, of, where.type)
     parameters = {"audits": " ".join(given.names) or "all", "sample": given.sample or "all", "seed": given.seed}
     device = given.device if given.device != "auto" else None
     told = {"--sample": given.sample, "--seed": given.seed or None, "--device": device}
     command = ["bi-audit mutate", *given.names, *(f"{k} {v}" for k, v in told.items() if v is not None)]
     made = provenance(where, parameters) | {"command": f"`{' '.join(command)}`"}
-    every = plan.of_audits(plan.every(where.type == "cuda"), given.names)
-    document.record(out, found, of, made, document.population(every, given.names))
+    there = document.population(every, given.names)
+    document.record(out, found, of, made, there)
     document.write(out)
     (out / ".mutants.jsonl").unlink()
-    failed = rates.rate(found) < rates.GOAL or any(document.BUT in line for line in wrong)
-    return [*wrong, f"{rates.told(out, found)}; document in {out}"], failed
+    failed = document.rate(found) < document.GOAL or any(document.BUT in line for line in wrong)
+    return [*wrong, f"{document.summary(found, there)}; document in {out}"], failed

@@ -1,33 +1,68 @@
-"""The document of a run of mutants: who was killed by what, who survived with what diff, and the rate."""
+"""The report of a run of mutants: which checks killed them, who survived with what diff, and the rates."""
 
 import json
+import math
 from collections import Counter
 from collections.abc import Sequence
 from difflib import unified_diff
 from pathlib import Path
 
 import matplotlib.pyplot as plt
+import pandas as pd
 
 from bi_kernels.audit.findings import grouped
+from bi_kernels.audit.index.report import promised
 from bi_kernels.audit.report import escape, tables
-from bi_kernels.audit.report.limits import promised
 from bi_kernels.audit.report.markdown import table
+from bi_kernels.contract import CONTRACT
 from mutation import plan
-from mutation.operators import Mutant
-from mutation.rates import EXPLAINED, FILE, KILLED, SURVIVED, made_by_hand, rate, told
+from mutation.operators import HAND_MADE, Mutant
 from mutation.reach import package
 
+GOAL: float = CONTRACT["mutants"]["kill_rate"]
+EXPLAINED, KILLED, SURVIVED = "explained", "killed", "survived"
+POPULATION = "population.json"  # how many mutants there are, by kind and file
 BUT = "in the file of equivalents, but"
+Z = 1.959964  # the normal distribution's 97.5 % quantile
 
 
-def share(found: Sequence[dict]) -> str:
-    """Returns the rate as a table shows it: – where all of them are explained."""
-    return f"{rate(found):.1%}" if any(f["verdict"] != EXPLAINED for f in found) else "–"
+def interval(killed: int, judged: int) -> tuple[float, float]:
+    """Returns Wilson's 95 % interval of a rate: E. B. Wilson, J. Am. Stat. Assoc. 22 (1927), 209–212, equation 4."""
+    middle, spread = killed + Z**2 / 2, Z * math.sqrt(killed * (judged - killed) / judged + Z**2 / 4)
+    return max(0.0, (middle - spread) / (judged + Z**2)), min(1.0, (middle + spread) / (judged + Z**2))
 
 
 def counts(found: Sequence[dict]) -> dict[str, int]:
     number = Counter(f["verdict"] for f in found)
     return {"mutants": len(found), **{v: number[v] for v in (KILLED, EXPLAINED, SURVIVED)}}
+
+
+def rate(found: Sequence[dict]) -> float:
+    """Returns the share of killed mutants among those that nobody explained."""
+    n = counts(found)
+    return n[KILLED] / (n["mutants"] - n[EXPLAINED]) if n["mutants"] > n[EXPLAINED] else 1.0
+
+
+def of_kind(found: Sequence[dict], kind: str, there: dict) -> str:
+    """Returns the sentence on the mutants of a kind, "hand-made" or "generated". there: the population, or {}."""
+    mine = [f for f in found if f["operator"].startswith(HAND_MADE) == (kind == "hand-made")]
+    n = counts(mine)
+    judged, killed = n["mutants"] - n[EXPLAINED], n[KILLED]
+    sample = f"{len(mine):,}{f' of {there[kind]:,}' if there else ''} judged"
+    sample += f", {n[EXPLAINED]} of them explained" * bool(n[EXPLAINED])
+    if not judged:
+        return f"{kind.capitalize()} mutants: no rate ({sample})."
+    low, high = interval(killed, judged)
+    share = f"{killed / judged:.1%}, 95% interval {low:.1%} to {high:.1%}"
+    return f"{kind.capitalize()} mutants: {killed} of {judged} killed ({share}; {sample})."
+
+
+def summary(found: Sequence[dict], there: dict) -> str:
+    """Says how many mutants of each kind were killed, how many survived, and whether the goal is met."""
+    met = "met" if rate(found) >= GOAL else "not met"
+    goal = f"The goal, {GOAL:.0%} of both kinds together, is {met} ({rate(found):.1%})."
+    kinds = (of_kind(found, kind, there) for kind in ("hand-made", "generated"))
+    return " ".join([*kinds, f"{counts(found)[SURVIVED]} survived.", goal])
 
 
 def diff(m: Mutant) -> str:
@@ -42,38 +77,34 @@ def by(found: Sequence[dict], column: str) -> str:
     """Returns a table of a column's values: how many mutants, and what became of them."""
     lines = []
     for value, mine in sorted(grouped(found, lambda f: f[column].split(":")[0]).items()):
-        lines.append({column: value, **counts(mine), "kill rate": share(mine)})
+        n = counts(mine)
+        share = f"{rate(mine):.1%}" if n["mutants"] > n[EXPLAINED] else "–"
+        lines.append({column: value, **n, "kill rate": share})
     return table(lines)
 
 
 def killers(found: Sequence[dict]) -> str:
-    """Returns a table of the questions that killed first."""
+    """Returns a table of the checks that killed first."""
     number = Counter((f["relation"], f["layout"].split(":")[0]) for f in found if f["verdict"] == KILLED)
     lines = [{"relation": r, "layout": layout or "–", "mutants killed": n} for (r, layout), n in number.most_common()]
     return table(lines) if lines else "None."
 
 
 def title(found: Sequence[dict]) -> str:
-    """Returns the figure's title."""
-    killed = sum(f["verdict"] == KILLED for f in found)
+    killed = counts(found)[KILLED]
     return f"What killed {killed} of {len(found)} mutants first, by file; the others are explained or survived"
 
 
 def figure(found: Sequence[dict]) -> plt.Figure:
     """Draws, by file, how many mutants each relation killed first, and how many are explained or survived."""
-    relations = [r for r, _ in Counter(f["relation"] for f in found if f["verdict"] == KILLED).most_common()]
-    kinds = [*relations, EXPLAINED, SURVIVED]
-    files = sorted({f["file"] for f in found})
-    fig, ax = plt.subplots(figsize=(8.5, 1.2 + 0.28 * len(files)))
-    left = [0] * len(files)
-    colors = dict(zip(relations, plt.get_cmap("Blues_r")([i / (len(relations) + 1) for i in range(len(relations))])))
-    colors |= {EXPLAINED: "#dddddd", SURVIVED: "#D55E00"}
-    for kind in kinds:
-        value = lambda f: f["relation"] if f["verdict"] == KILLED else f["verdict"]
-        widths = [sum(f["file"] == file and value(f) == kind for f in found) for file in files]
-        if any(widths):
-            ax.barh(files, widths, left=left, color=colors[kind], label=kind, edgecolor="white", linewidth=0.5)
-        left = [a + b for a, b in zip(left, widths)]
+    ends = pd.Series([f["relation"] if f["verdict"] == KILLED else f["verdict"] for f in found], name="")
+    number = pd.crosstab(pd.Series([f["file"] for f in found], name=""), ends)
+    relations = number.drop(columns=[EXPLAINED, SURVIVED], errors="ignore").sum().sort_values(ascending=False).index
+    blues = plt.get_cmap("Blues_r")([i / (len(relations) + 1) for i in range(len(relations))])
+    colors = dict(zip(relations, blues)) | {EXPLAINED: "#dddddd", SURVIVED: "#D55E00"}
+    fig, ax = plt.subplots(figsize=(8.5, 1.2 + 0.28 * len(number)))
+    number = number[[kind for kind in colors if kind in number]]
+    number.plot.barh(stacked=True, ax=ax, color=colors, width=0.8, edgecolor="white", linewidth=0.5)
     ax.invert_yaxis()
     ax.set(xlabel="mutants", title=title(found))
     ax.legend(edgecolor="none", fontsize=7.5, loc="upper left", bbox_to_anchor=(1, 1))
@@ -81,7 +112,9 @@ def figure(found: Sequence[dict]) -> plt.Figure:
     return fig
 
 
-def settle(found: Sequence[dict], entries: Sequence[plan.Equivalent], of: dict[str, Mutant], device: str) -> list[str]:
+def check_equivalents(
+    found: Sequence[dict], entries: Sequence[plan.Equivalent], of: dict[str, Mutant], device: str
+) -> list[str]:
     """Sets the verdict of survivors that an entry of the file of equivalents explains, with its reason; returns what is
     wrong: other survivors, and entries that do not hold. of: the mutants by id."""
     wrong = []
@@ -100,15 +133,14 @@ def settle(found: Sequence[dict], entries: Sequence[plan.Equivalent], of: dict[s
 
 
 def population(mutants: Sequence[Mutant], names: Sequence[str]) -> dict:
-    """Returns of which mutants a run's are: how many there are of the audits named (of all where none is), made by hand
-    and by an operator, and in which files."""
-    by_hand = sum(made_by_hand(vars(m)) for m in mutants)
+    """Returns how many mutants there are to draw from: by hand, generated, and in each file. names: of the audits."""
+    by_hand = sum(m.operator.startswith(HAND_MADE) for m in mutants)
     files = dict(Counter(m.file for m in mutants))
     return {"audits": [*names], "hand-made": by_hand, "generated": len(mutants) - by_hand, "files": files}
 
 
 def left_alone(found: Sequence[dict], there: dict) -> str:
-    """Says of which mutants a run's are, and in which files it broke nothing; there: as `population` returns it."""
+    """Says how many mutants there are, and in which files a run broke nothing; there: from `population`."""
     names = there["audits"]
     whose = f"the audits named ({', '.join(names)})" if names else "all audits"
     left = {file: count for file, count in there["files"].items() if file not in {f["file"] for f in found}}
@@ -122,26 +154,25 @@ def left_alone(found: Sequence[dict], there: dict) -> str:
 
 
 def record(folder: Path, found: Sequence[dict], of: dict[str, Mutant], made: dict, there: dict) -> None:
-    """Leaves in a folder what a run found: mutants.json, with the diff of each mutant that was not killed;
-    population.json; provenance.json. of: the mutants by id."""
+    """Writes mutants.json (with the diff of each that was not killed), population.json and provenance.json."""
     folder.mkdir(parents=True, exist_ok=True)
     kept = [{k: v for k, v in f.items() if k != "made"} for f in found]
     shown = [f if f["verdict"] == KILLED else f | {"diff": diff(of[f["id"]])} for f in kept]
     text = ",\n".join(json.dumps(f, ensure_ascii=False) for f in shown)
     (folder / "mutants.json").write_text(f"[\n{text}\n]\n", encoding="utf-8")
-    for name, said in ((FILE, there), ("provenance.json", made)):
+    for name, said in ((POPULATION, there), ("provenance.json", made)):
         (folder / name).write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
 
 
 def write(folder: Path) -> None:
     """Writes the report, README.md and its figure, from what a run left in a folder."""
-    names = "mutants.json", FILE, "provenance.json"
+    names = "mutants.json", POPULATION, "provenance.json"
     found, there, made = (json.loads((folder / name).read_text(encoding="utf-8")) for name in names)
     figure(found).savefig(folder / "mutants.png", bbox_inches="tight")
     plt.close("all")
     parts = [
         "# Mutants: which bugs of our own kernels do the audits see?",
-        f"**{told(folder, found)}** {left_alone(found, there)}",
+        f"**{summary(found, there)}** {left_alone(found, there)}",
         "One place of a kernel or a launcher is broken at a time, by an operator or by hand. Each mutant runs in a "
         "process of its own, which is asked most of what their own audits, that of gradients and that of drawn cases "
         "ask of the ops of its file and, where these are fewer than four, of others that reach it, until something "

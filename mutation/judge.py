@@ -17,7 +17,7 @@ def judge(folder: str, asks: list, seeds: list, device: str, patience: int) -> d
     try:
         import torch  # noqa: PLC0415 (the server has it)
 
-        from bi_kernels.audit.runs.notebooks import find_helpers  # noqa: PLC0415 (the mutant's copy)
+        from bi_kernels.audit.parameters import find_helpers  # noqa: PLC0415 (the mutant's copy)
 
         find_helpers()
         from mutation.questions import killer  # noqa: PLC0415

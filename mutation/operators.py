@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+HAND_MADE = "hand-made: "  # how the operator of a mutant from hand_made.toml begins
 # which choose tiles or grids, sizes of which are free; or only check; or say what torch.compile traces
 FREE = {
-    *("Tile", "tiles", "multiprocessors", "cheapest", "part_n", "blocks_of", "grid_of", "_blocks", "most_tiles"),
-    *("room_for", "remind", "_checked", "_checked_both", "check_values", "_check_pages", "check_ids"),
-    *("checked_targets", "_integers", "fits_apart"),
-    *("_Unset", "_", "_fake", "_fake_log_softmax"),
+    *("tiles", "cheapest", "part_n", "blocks_of", "grid_of", "_blocks", "max_tiles", "round_up_sequences"),
+    *("warn_on_mismatch", "warn_if_no_layout", "_checked", "check_values", "_check_pages", "check_ids"),
+    *("checked_targets", "fits_apart", "_Unset", "_", "_fake", "_fake_log_softmax"),
 }
 LAUNCHED = re.compile(r"num_warps|num_stages|warps|stages|group|persistent|enable_fp_fusion|GROUP_M|FLATTEN|stacklevel")
 STRIDE = re.compile(r"stride|columns|width|heads|cols|half|rows")
@@ -234,7 +234,7 @@ def _skipped(node: ast.AST) -> bool:
         return True  # of an error's text
     call = node.value if isinstance(node, ast.Expr) else None
     if isinstance(call, ast.Call):
-        return bool(re.match(r"check|remind|warn|_remind|main_grad$|seen$", _name(call.func)))
+        return bool(re.match(r"check|warn|main_grad$|seen$", _name(call.func)))
     return isinstance(call, ast.Constant)
 
 

@@ -1,5 +1,6 @@
 """Which mutants a run judges: systematic ones and hand-made ones, a sample of them by seed, and those explained."""
 
+import ast
 import random
 import tomllib
 from collections.abc import Sequence
@@ -9,9 +10,8 @@ from pathlib import Path
 import bi_kernels
 from bi_kernels.audit.findings import grouped
 from bi_kernels.audit.registry import OPS
-from mutation.operators import Mutant, mutants
-from mutation.rates import HAND_MADE
-from mutation.reach import ops_for, package, sources
+from mutation.operators import HAND_MADE, Mutant, mutants
+from mutation.reach import defined, ops_for, package, sources
 
 HERE = Path(__file__).parent
 EQUIVALENTS = HERE / "equivalents.toml"
@@ -36,10 +36,10 @@ class Equivalent:
         return same and self.number in (-1, m.number)
 
 
-def every(hopper: bool) -> list[Mutant]:
-    """Returns all mutants that some op of the registry reaches; hopper: those of sm_90's kernels, too."""
+def every() -> list[Mutant]:
+    """Returns all mutants that some op of the registry reaches."""
     found = []
-    for path in sources(hopper):
+    for path in sources():
         file = path.relative_to(package()).as_posix()
         found += mutants(file, path.read_text(encoding="utf-8"), frozenset(bi_kernels.__all__))
     return [m for m in [*hand_made(), *found] if ops_for(m.file, m.function)]
@@ -56,8 +56,9 @@ def hand_made(path: Path = HERE / "hand_made.toml") -> list[Mutant]:
             raise ValueError(f"{path.name}: {old!r} stands {text.count(old)} times in {file}, expected once")
         start = text.index(old)
         line = text.count("\n", 0, start) + 1
+        around = next(n for n in ast.parse(text).body if n.end_lineno >= line)
         before, operator = " ".join(old.split()), HAND_MADE + entry["name"]
-        found.append(Mutant(file, entry["function"], operator, line, start, start + len(old), new, before))
+        found.append(Mutant(file, defined(around)[0], operator, line, start, start + len(old), new, before))
     return found
 
 

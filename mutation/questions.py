@@ -37,12 +37,11 @@ WIDE = {"embedding": {"hidden": 2_100}}  # more columns than a program copies
 def asked(op: str, dtype: str, device: str, whole: bool = True, seed: int = 0) -> Iterator[Row]:
     """Yields the rows of one op of this package in one dtype, as its audits have them; whole: or those that kill
     most."""
-    at = lambda shapes: load(
-        OPS[op].audit, {"dtype": dtype, "device": device, "op": op, "shapes": shapes, "seed": seed}
-    )
+    given = {"dtype": dtype, "device": device, "op": op, "seed": seed}
+    at = lambda shapes: load(OPS[op].audit, given | {"shapes": shapes})
     session = at("tiny")
     s = session.make()[0]
-    for stage in (_values, _quick, _drawn, _used):
+    for stage in (_values, _quick, _drawn, single_call.by_use):
         yield from stage(s)
         s.forget()
     if op in WIDE:
@@ -88,10 +87,6 @@ def _drawn(s: OpUnderTest) -> Iterator[Row]:
     p = s.problem
     for number in range(DRAWN):
         yield from drawn.judge(drawn_cases.draw(p.op, s.function, number, p.dtype, p.device, p.seed))
-
-
-def _used(s: OpUnderTest) -> Iterator[Row]:
-    yield from single_call.by_use(s)
 
 
 def _rest(s: OpUnderTest) -> Iterator[Row]:
@@ -148,8 +143,10 @@ MORE: dict[str, Callable] = {
 
 
 def killer(asks: list[tuple[str, str, bool]], seeds: Sequence[int], device: str, patience: int) -> dict:
-    """Returns who killed the mutant that is imported with the first seed, op and dtype included; `verdict` is survived
-    where nobody did, or with another seed nobody does; `longest` is how many seconds an answer took at most.
+    """Judges the mutant that is imported.
+
+    Returns which check killed it with the first seed, as a dict with op and dtype; its `verdict` is "survived" where
+    none did, or none does with another seed. `longest` is the seconds that an answer took at most.
 
     asks: ops and dtypes, and whether all is asked; patience: seconds after which a signal ends this process, where no
     answer comes; 0: never.
@@ -169,6 +166,7 @@ def killer(asks: list[tuple[str, str, bool]], seeds: Sequence[int], device: str,
 def _killer(asks: list[tuple[str, str, bool]], device: str, seed: int, patience: int) -> dict:
     count, longest, last = 0, 0.0, time.monotonic()
     for op, dtype, whole in asks:
+        relation, layout, detail = "raised", "", ""
         try:
             signal.alarm(patience)
             for row in asked(op, dtype, device, whole, seed):
@@ -176,11 +174,14 @@ def _killer(asks: list[tuple[str, str, bool]], device: str, seed: int, patience:
                 now = time.monotonic()
                 count, longest, last = count + 1, max(longest, now - last), now
                 if row.verdict == NEEDS_FIX:
-                    said = {"relation": row.relation, "layout": row.layout, "detail": row.detail[:200]}
-                    return {"verdict": "killed", "op": op, "dtype": dtype, "checks": count} | said
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()  # what the device has to say of an illegal access comes here
+                    relation, layout, detail = row.relation, row.layout, row.detail
+                    break
+            else:
+                if torch.cuda.is_available():
+                    torch.cuda.synchronize()  # what the device has to say of an illegal access comes here
+                continue
         except Exception as error:
-            said = {"relation": "raised", "layout": "", "detail": f"{type(error).__name__}: {error}"[:200]}
-            return {"verdict": "killed", "op": op, "dtype": dtype, "checks": count} | said
+            detail = f"{type(error).__name__}: {error}"
+        found = {"verdict": "killed", "op": op, "dtype": dtype, "checks": count}
+        return found | {"relation": relation, "layout": layout, "detail": detail[:200]}
     return {"verdict": "survived", "checks": count, "longest": round(longest, 1)}

@@ -16,55 +16,39 @@ def package() -> Path:
     return Path(bi_kernels.__file__).parent
 
 
-def sources(hopper: bool) -> list[Path]:
-    """Returns the files whose code is mutated, but for what chooses configurations, which are free; those of sm_90
-    alone where there is one."""
+def sources() -> list[Path]:
+    """Returns the files whose code is mutated: not the one that chooses configurations, which are free."""
     files = [f for f in sorted((package() / "ops").rglob("*.py")) if f.name not in ("__init__.py", "cost.py")]
-    kept = [f for f in files if hopper or not on_hopper(f.relative_to(package()).as_posix())]
-    return [*kept, package() / "tokens.py"]
+    return [*files, package() / "tokens.py"]
 
 
 def on_hopper(file: str) -> bool:
-    """Returns whether a file below the package is of kernels that run on sm_90 alone: so its name, or its folder's,
-    begins."""
+    """Tells whether a file below the package holds kernels for sm_90 alone, by its name or its folder's."""
     return any(part.startswith("hopper") for part in PurePosixPath(file).parts)
+
+
+def defined(node: ast.stmt) -> list[str]:
+    """Returns the names that a statement of a module's top level defines."""
+    if isinstance(node, (ast.Assign, ast.AnnAssign)):
+        return [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
+    return [node.name] if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else []
 
 
 @cache
 def graph() -> dict[tuple[str, str], set[tuple[str, str]]]:
     """Returns {(file, name of its top level): those that it mentions}."""
-    root, own, mentioned = package(), {}, {}
-    for path in sources(hopper=True):
-        file = path.relative_to(root).as_posix()
+    found, imported = {}, {}
+    for path in sources():
+        file = path.relative_to(package()).as_posix()
         tree = ast.parse(path.read_text(encoding="utf-8"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("bi_kernels."):
+                home = node.module.removeprefix("bi_kernels.").replace(".", "/") + ".py"
+                imported |= {(file, a.asname or a.name): (home, a.name) for a in node.names}
         for node in tree.body:
-            for name in _defined(node):
-                own[file, name] = node
-        mentioned[file] = _imported(tree)
-    found = {}
-    for (file, name), node in own.items():
-        words = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
-        words |= {n.attr for n in ast.walk(node) if isinstance(n, ast.Attribute)}
-        ends = {mentioned[file].get(w, (file, w)) for w in words}
-        found[file, name] = {end for end in ends if end in own and end != (file, name)}
-    return found
-
-
-def _defined(node: ast.stmt) -> list[str]:
-    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-        return [node.name]
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    return [n.id for t in targets for n in ast.walk(t) if isinstance(n, ast.Name)]
-
-
-def _imported(tree: ast.Module) -> dict[str, tuple[str, str]]:
-    """Returns {name: (file, name there)} of what a module takes from the package."""
-    found = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("bi_kernels."):
-            file = node.module.removeprefix("bi_kernels.").replace(".", "/") + ".py"
-            found |= {a.asname or a.name: (file, a.name) for a in node.names}
-    return found
+            words = {getattr(n, "id", getattr(n, "attr", "")) for n in ast.walk(node)}
+            found |= {(file, name): {(file, word) for word in words} for name in defined(node)}
+    return {own: {imported.get(end, end) for end in ends} & found.keys() - {own} for own, ends in found.items()}
 
 
 @cache

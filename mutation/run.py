@@ -9,20 +9,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
 
 import torch
 
+from bi_kernels.audit import parameters
 from bi_kernels.audit.executor import Died, ForkServer, Process
 from bi_kernels.audit.registry import OPS
-from bi_kernels.audit.runs import notebooks
 from mutation.operators import Mutant
 from mutation.reach import ops_for, package
 
-PRELOAD = "torch", "triton", "numpy", "numba", "hypothesis"
+PRELOAD = "torch", "triton", "numpy", "numba"
 LEAST = 90  # seconds that a mutant has at least; more where the clean package takes long
 TIMES = 3
 # the first, which shows most reorderings, is asked everything, and attention in both, of which kernels of its own, or
@@ -50,13 +50,13 @@ class Copy:
         self.folder = tempfile.TemporaryDirectory()
         self.package = Path(self.folder.name, package().name)
         shutil.copytree(package(), self.package)  # with what is compiled of it, numba's cache too
-        shutil.copytree(notebooks.folder() / "helpers", Path(self.folder.name, "notebooks", "helpers"))
+        shutil.copytree(parameters.notebooks() / "helpers", Path(self.folder.name, "notebooks", "helpers"))
 
     def judge(
         self,
         mutant: Mutant | None,
         ops: Sequence[str],
-        limits: tuple[float, float],
+        limits: tuple[int, int],
         seeds: Sequence[int] = SEEDS,
         dtypes: Sequence[str] = DTYPE_ORDER,
     ) -> dict:
@@ -67,8 +67,9 @@ class Copy:
             path.write_text(mutant.applied(text), encoding="utf-8")
             for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
                 compiled.unlink()
+        ops = sorted(ops, key=lambda op: bool(OPS[op].cache))  # attention, which takes minutes, comes last
         asks = [(op, dtype, dtype == DTYPE_ORDER[0] or bool(OPS[op].cache)) for dtype in dtypes for op in ops]
-        seconds, patience = map(int, limits)
+        seconds, patience = limits
         began = time.monotonic()
         try:
             process = Process(self.server, self.environment)
@@ -122,31 +123,14 @@ def copies(count: int, device: str) -> Iterator[Callable]:
         yield call
 
 
-class Clean:
-    """The unbroken package, asked in each dtype and with each seed before anything of it is broken: the seconds that an
-    op takes, those of the answer that takes longest, and what does not pass."""
+def limits(clean: Sequence[dict], ops: Sequence[str]) -> tuple[int, int]:
+    """Returns the seconds that a mutant of these ops may take for everything, and for one answer.
 
-    def __init__(self, ops: Sequence[str]):
-        self.left = {(op, dtype, seed): op for op in ops for dtype in DTYPE_ORDER for seed in SEEDS}
-        self.seconds, self.longest = dict.fromkeys(ops, 0.0), dict.fromkeys(ops, 0.0)
-        self.wrong: dict[str, str] = {}
-
-    def take(self, found: dict) -> None:
-        """Takes what was found of one op in one dtype with one seed; of another op, nothing."""
-        op = self.left.pop((found["op"], found["dtype"], found["seed"]), None)
-        if op:
-            self.seconds[op] += found["seconds"]
-            self.longest[op] = max(self.longest[op], found.get("longest", 0.0))
-            if found["verdict"] != "survived":
-                self.wrong.setdefault(op, f"{op} in {found['relation']} {found['layout']} ({found['detail']})")
-
-    def ready(self, ops: Sequence[str]) -> bool:
-        return not set(ops) & set(self.left.values())
-
-    def limits(self, ops: Sequence[str]) -> tuple[float, float]:
-        """Returns the seconds that a mutant of these ops may take, and an answer of it: one that hangs gives none."""
-        seconds, longest = sum(self.seconds[op] for op in ops), max(self.longest[op] for op in ops)
-        return max(LEAST, TIMES * seconds), max(LEAST, TIMES * longest)
+    clean: what the unbroken package took, one entry for each op, dtype and seed.
+    """
+    mine = [found for found in clean if found["op"] in ops]
+    seconds, longest = sum(f["seconds"] for f in mine), max(f.get("longest", 0.0) for f in mine)
+    return max(LEAST, int(TIMES * seconds)), max(LEAST, int(TIMES * longest))
 
 
 def judged(
@@ -154,84 +138,53 @@ def judged(
 ) -> list[dict]:
     """Returns the verdict on every mutant, in their order; what `kept` holds of the same sources is not judged again.
 
-    tell: gets each verdict as it comes, and how many are left. Raises ValueError, which names each op that needs a fix
-    before it is broken.
+    The unbroken package is judged first, in each dtype and with each seed. tell: gets each verdict as it comes, and how
+    many are left. Raises ValueError, which names each op that needs a fix before it is broken.
     """
-    own, known, passed = {"made": made_of(), "device": device}, {}, []
+    own, known = {"made": made_of(), "device": device}, {}
+    key = lambda found: found.get("id") or (found["op"], found["dtype"], found["seed"])
     for line in kept.read_text(encoding="utf-8").splitlines() if kept.exists() else ():
         found = json.loads(line)
         if own.items() <= found.items():
-            if "id" in found:
-                known[found["id"]] = found
-            else:
-                passed.append(found)
-    todo = [m for m in chosen if m.id not in known]
-    for number, m in enumerate(m for m in chosen if m.id in known):
-        tell(known[m.id], len(chosen) - number - 1)
-    ops = dict.fromkeys(op for m in todo for op in ops_for(m.file, m.function))
-    clean, waiting = Clean(sorted(ops, key=lambda op: not OPS[op].cache)), list(todo)  # attention takes longest
-    for found in passed:
-        clean.take(found)
-    parts: dict[str, list] = {}
+            known[key(found)] = found
+    wrong: list[str] = []
     with ThreadPoolExecutor(jobs) as pool, copies(jobs, device) as call, kept.open("a", encoding="utf-8") as file:
-        broken = lambda copy, m, mine, dtypes: copy.judge(m, mine, clean.limits(mine), SEEDS, dtypes)
-        unbroken = lambda copy, op, dtype, seed: copy.judge(None, [op], (3600, 3600), [seed], [dtype])
-        tasks: dict = {pool.submit(call, unbroken, *of): of for of in clean.left}
 
-        def begin() -> None:
-            for m in [m for m in waiting if not clean.wrong and clean.ready(ops_for(m.file, m.function))]:
-                waiting.remove(m)
-                parts[m.id] = [pool.submit(call, broken, m, *part) for part in asked_apart(ops_for(m.file, m.function))]
-                tasks.update(dict.fromkeys(parts[m.id], m))
+        def every(tasks: dict) -> Iterator[tuple[object, dict]]:
+            """Yields what each task found as it comes. tasks: {what it is of: arguments of Copy.judge}."""
+            of = {pool.submit(call, Copy.judge, *arguments): key for key, arguments in tasks.items()}
+            for task in as_completed(of):
+                yield of[task], task.result()
+
+        def keep(found: dict) -> None:
+            known[key(found)] = found
+            file.write(json.dumps(found) + "\n")
+            file.flush()
 
         try:
-            begin()
-            while tasks:
-                for task in wait(tasks, return_when=FIRST_COMPLETED).done:
-                    of = tasks.pop(task)
-                    found = of_parts(parts[of.id]) if isinstance(of, Mutant) else task.result()
-                    if not found or isinstance(of, Mutant) and of.id in known:  # a part is missing, or of no more use
-                        continue
-                    if isinstance(of, Mutant):
-                        found = own | {"id": of.id} | said(of) | found
-                        known[of.id] = found
-                        tell(found, len(chosen) - len(known))
-                    else:
-                        found = own | found | dict(zip(("op", "dtype", "seed"), of))
-                        clean.take(found)
-                    if isinstance(of, Mutant) or found["verdict"] == "survived":
-                        file.write(json.dumps(found) + "\n")
-                        file.flush()
-                begin()
+            todo = {m: ops_for(m.file, m.function) for m in chosen if m.id not in known}
+            ops = sorted({op for mine in todo.values() for op in mine}, key=lambda op: (not OPS[op].cache, op))
+            unbroken = [(op, dtype, seed) for op in ops for dtype in DTYPE_ORDER for seed in SEEDS]  # attention first
+            asked = {of: (None, of[:1], (3600, 3600), of[2:], of[1:2]) for of in unbroken if of not in known}
+            for (op, dtype, seed), found in every(asked):
+                if found["verdict"] == "survived":
+                    keep(own | found | {"op": op, "dtype": dtype, "seed": seed})
+                else:
+                    wrong.append(f"{op} in {found['relation']} {found['layout']} ({found['detail']})")
+            if wrong:
+                raise ValueError(f"before anything is broken, these need a fix: {'; '.join(dict.fromkeys(wrong))}")
+            clean = [known[of] for of in unbroken]
+            left = len(chosen)
+            for m in chosen:
+                if m not in todo:
+                    tell(known[m.id], left := left - 1)
+            for m, found in every({m: (m, mine, limits(clean, mine)) for m, mine in todo.items()}):
+                keep(own | {"id": m.id} | said(m) | found)
+                tell(found, left := left - 1)
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    if clean.wrong:
-        raise ValueError(f"before anything is broken, these need a fix: {'; '.join(clean.wrong.values())}")
     return [known[m.id] for m in chosen]
-
-
-def asked_apart(ops: Sequence[str]) -> list[tuple[list[str], Sequence[str]]]:
-    """Returns ops and dtypes that one process asks: attention's take minutes each, and have one each."""
-    rest = [op for op in ops if not OPS[op].cache]
-    long = [([op], [dtype]) for dtype in DTYPE_ORDER for op in ops if OPS[op].cache]
-    return [*long, *[(rest, DTYPE_ORDER)] * bool(rest)]
-
-
-def of_parts(parts: Sequence[Future]) -> dict:
-    """Returns the verdict on a mutant whose parts are asked apart: killed as soon as one says so, and those that nobody
-    began are left; survived once all do. Before that, nothing."""
-    done = [part.result() for part in parts if part.done() and not part.cancelled()]
-    for found in done:
-        if found["verdict"] != "survived":
-            for part in parts:
-                part.cancel()
-            return found
-    if len(done) < len(parts):
-        return {}
-    told = next((f for f in done if f.get("detail")), done[0])  # by which seed alone it is killed
-    total = {k: round(sum(f[k] for f in done), 1) for k in ("checks", "seconds")}
-    return told | total | {"longest": max(f["longest"] for f in done)}
 
 
 def said(m: Mutant) -> dict:

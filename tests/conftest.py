@@ -23,6 +23,7 @@ import bi_kernels
 from bi_kernels import contract
 from bi_kernels.audit import cli
 from bi_kernels.audit.compare import compare
+from bi_kernels.audit.findings import Row
 from bi_kernels.audit.registry import OPS
 from bi_kernels.audit.targets.op import OpUnderTest
 from bi_kernels.audit.targets.op_config import OpConfig
@@ -34,6 +35,8 @@ settings.register_profile("tests", deadline=None, max_examples=50)
 settings.load_profile("tests")
 
 ROOT = Path(__file__).parents[1]
+OF = "gemm", "linear", "o", "bi_kernels", "bf16", "interpreter"  # audit, op, case, candidate, dtype and device
+ROW = Row(*OF, "invariance", "rows", "300 rows", "normal", 9, "pass", 0, 100)  # a verdict that others are changed from
 
 
 @functools.cache
@@ -105,6 +108,15 @@ def bi_audit(monkeypatch, capsys):
         return SimpleNamespace(returncode=end.value.code, **capsys.readouterr()._asdict())
 
     return call
+
+
+def op_under_test(op: str, function=None, dtype: str = "bf16", case: str | None = None, **more) -> OpUnderTest:
+    """An op at tiny shapes: this package's function, or another."""
+    entry = OPS[op]
+    case = next(iter(entry.cases("tiny"))) if case is None else case
+    problem = OpConfig(entry, case, contract.DTYPES[dtype], "tiny", torch.device("cpu"))
+    function = function or getattr(bi_kernels, entry.function or op)
+    return OpUnderTest(problem, function, "test", "interpreter", **more)
 
 
 def wait_for(path: Path, child: subprocess.Popen) -> None:

@@ -86,7 +86,7 @@ def heads() -> None:
             out, lse = attention_forward(*call[:7])
             out, lse, *qkv = (t.flatten(0, 1) for t in (out, lse, *call[:3]))
             where = materialize_offsets(call.sequences, q.device)[:4]
-            attention_backward(out, None, *qkv, out, lse, *where, *call[4:7], *qkv)
+            attention_backward(out, None, *qkv, out, lse, where, *call[4:7], *qkv)
             for cache in (call[1], call[1].new_zeros(1, 5000, 2, width)):
                 decode.INTERPRETED = True  # in steps, which it else is on a GPU alone
                 attention_forward(*arguments(q[:, :1], cache, cache)[:7])

@@ -7,23 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import slow_but
+from conftest import op_under_test, slow_but
 
 import bi_kernels
-from bi_kernels.audit.attention_keys import keys
 from bi_kernels.audit.checks import forward as judge
 from bi_kernels.audit.checks import gradient as gradients
 from bi_kernels.audit.compare import compare
-from bi_kernels.audit.controls.attention import ATTENTION_CONTROLS, nan_without_keys
+from bi_kernels.audit.controls.attention import ATTENTION_CONTROLS
 from bi_kernels.audit.findings import NEEDS_FIX, PASS
-from bi_kernels.audit.layouts import layouts, spans
-from bi_kernels.audit.registry import OPS
+from bi_kernels.audit.layouts import keys, layouts, spans
 from bi_kernels.audit.session import start
-from bi_kernels.audit.targets.op_config import OpConfig
 from bi_kernels.audit.targets.op_step import Step
 from bi_kernels.ops.attention.attention import arguments, attend
 from helpers import attention
-from helpers.attention_edges import FAR, apart, packed_edges, padded_edges
+from helpers.attention_edges import FAR, apart, nan_for_no_key, packed_edges, padded_edges
 from helpers.attention_generation import SMALL
 
 LENGTHS = (5, 1, 40)
@@ -31,8 +28,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def subject(function=bi_kernels.attention, op: str = "attention", lengths=()) -> judge.OpUnderTest:
-    problem = OpConfig(OPS[op], next(iter(OPS[op].cases("tiny"))), torch.bfloat16, "tiny", torch.device("cpu"))
-    return judge.OpUnderTest(problem, function, "test", "interpreter", own_lengths=lengths)
+    return op_under_test(op, function, own_lengths=lengths)
 
 
 # What a call is given
@@ -68,7 +64,7 @@ def test_a_control_drifts_and_without_its_defect_does_not(control, monkeypatch):
         found = (
             list(judge.by_row_count(s))
             if "multiprocessors" in control.name
-            else judge.invariance(s, only=("singles", "decode"))
+            else [*judge.by_layout(s, only=("singles", "decode"))]
         )
         assert not [r for r in found if r.mismatches is None]
         return sum(r.mismatches for r in found)
@@ -124,10 +120,8 @@ def test_an_output_that_is_not_returned_is_said_in_a_sentence():
 
 
 def test_a_drift_of_the_lse_names_it():
-    row = judge.invariance(
-        subject(lambda *x, **told: (lambda out, lse: (out, lse + len(x[0])))(*bi_kernels.attention(*x, **told))),
-        only=("singles",),
-    )[0]
+    moved = lambda *x, **told: (lambda out, lse: (out, lse + len(x[0])))(*bi_kernels.attention(*x, **told))
+    row = next(judge.by_layout(subject(moved), only=("singles",)))
     assert row.tensor == "lse" and len(row.first_index) == 2
 
 
@@ -150,7 +144,7 @@ class _Zero(torch.autograd.Function):
 
 def test_the_edges_pass_and_nan_where_there_is_no_key_does_not():
     assert {r.verdict for r in packed_edges(subject())} == {PASS}
-    found = packed_edges(subject(nan_without_keys))
+    found = packed_edges(subject(nan_for_no_key))
     assert any(r.verdict == NEEDS_FIX and r.mismatches for r in found)
 
 

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import assert_same_bits, slow_but
+from conftest import op_under_test as subject
 
 import bi_kernels
 from bi_kernels.audit import load, parallel
@@ -47,11 +48,6 @@ def unbroken(op: str):
     return getattr(bi_kernels, OPS[op].function or op)
 
 
-def subject(op: str, function=None, dtype: str = "bf16", case: str = "") -> judge.OpUnderTest:
-    problem = OpConfig(OPS[op], case, DTYPES[dtype], "tiny", torch.device("cpu"))
-    return judge.OpUnderTest(problem, function or unbroken(op), "test", "interpreter")
-
-
 def report(found: list[judge.Row]) -> str:
     return "\n".join(
         f"{r.op} {r.dtype} {r.relation} {r.layout} {r.inputs} M={r.rows}: {r.mismatches} of {r.elements} at "
@@ -64,13 +60,7 @@ def test_a_candidate_that_sees_how_its_tensors_lie_is_found():
     def verdicts(op, function, **more):
         return [r.verdict for r in judge.by_view(subject(op, function, **more))]
 
-    assert list(VIEWS) == [
-        "unaligned view",
-        "strided view",
-        "slice of a batch",
-        "every other column",
-        "transposed view",
-    ]
+    assert [name.split()[0] for name in VIEWS] == ["unaligned", "strided", "slice", "every", "transposed"]
     uneven = lambda x: bi_kernels.silu(x) * (1 + (not x.is_contiguous()))
     assert verdicts("silu", uneven) == [PASS, *[NEEDS_FIX] * 4, PASS]
     weight_first = lambda x, weight: bi_kernels.linear(x, weight) * (1 + (weight.stride(0) == 1))
@@ -133,12 +123,11 @@ def add_rows():
     return judge.judge(subject("add"), examples=3)
 
 
-def test_an_op_of_this_package_passes_every_relation():
-    s = subject("swiglu", dtype="fp16")
-    found = judge.judge(s, examples=1)
-    assert not (bad := [r for r in found if r.verdict != PASS]), report(bad)
-    assert {r.relation for r in found} == {"invariance", "determinism", "accuracy", "parity"}
-    assert all(r.elements for r in found)
+def test_an_op_of_this_package_passes_every_relation(add_rows):
+    for found in (add_rows, judge.judge(subject("swiglu", dtype="fp16"), examples=1)):
+        assert not (bad := [r for r in found if r.verdict != PASS]), report(bad)
+        assert {r.relation for r in found} == {"invariance", "determinism", "accuracy", "parity"}
+        assert all(r.elements for r in found)
 
 
 @pytest.mark.parametrize(
@@ -152,28 +141,13 @@ def test_whoever_rounds_on_the_way_is_far_beyond_the_bound_of_integers(function,
     assert wrong.verdict == NEEDS_FIX and float(wrong.threshold_share) >= 4, report([wrong])
 
 
-REQUIRED = {
-    **{
-        f"M = {m}": lambda r, m=m: r.layout == "rows" and r.rows == m and r.relation == "invariance"
-        for m in (1, 17, 300)
-    },
-    **{
-        name: lambda r, name=name: r.relation == "invariance" and r.layout == name
-        for name in (*layouts(SHAPES["tiny"]["lengths"]), "random")
-    },
-    **{f"accuracy on {k}": lambda r, k=k: r.relation == "accuracy" and r.inputs == k for k in KINDS},
-    **{
-        f"rows of {k}": lambda r, k=k: r.layout == "rows" and r.relation == "invariance" and r.inputs == k
-        for k in KINDS
-    },
-    "determinism": lambda r: r.relation == "determinism",
-    "decode against prefill": lambda r: r.relation == "parity" and r.layout == "decode=chunked:16",
-}
-
-
-@pytest.mark.parametrize("what", REQUIRED)
-def test_what_the_contract_requires_is_run(what, add_rows):
-    assert any(REQUIRED[what](r) for r in add_rows)
+def test_what_the_contract_requires_is_run(add_rows):
+    found = {(r.relation, r.layout) for r in add_rows}
+    rows = [r for r in add_rows if (r.relation, r.layout) == ("invariance", "rows")]
+    assert found >= {("invariance", layout) for layout in (*layouts(SHAPES["tiny"]["lengths"]), "random")}
+    assert found >= {("determinism", "packed"), ("parity", "decode=chunked:16")}
+    assert {r.rows for r in rows} >= {1, 17, 300} and {r.inputs for r in rows} == {*KINDS}
+    assert {r.inputs for r in add_rows if r.relation == "accuracy"} == {*KINDS}
 
 
 @pytest.mark.parametrize("layout", ["decode", "left_padded", "chunked:7"])
@@ -186,27 +160,27 @@ def test_an_error_in_one_layout_is_reported_there(layout):
             raise RuntimeError("boom\nand more")
         return bi_kernels.add(x, residual)
 
-    found = {r.layout: r for r in judge.invariance(subject("add", fails))}
+    found = {r.layout: r for r in judge.by_layout(subject("add", fails))}
     assert found[layout].verdict == NEEDS_FIX and "RuntimeError: boom" in found[layout].detail
     assert found["packed"].verdict == PASS, report([found["packed"]])
     assert "and more" not in found[layout].detail
 
 
 @pytest.mark.parametrize(
-    "op, broken, flags",
-    [
-        ("silu", lambda x: None, ("NoneType",)),
-        ("silu", lambda x: bi_kernels.silu(x).tolist(), ("list",)),
-        ("silu", lambda x: bi_kernels.silu(x)[:-1], ("returned (", "expected")),
-        ("silu", lambda x: bi_kernels.silu(x).flatten(), ("returned (", "expected")),
-        ("silu", lambda x: bi_kernels.silu(x)[..., :-1], ("torch.bfloat16", "expected")),
-        ("silu", lambda x: bi_kernels.silu(x).float(), ("torch.float32", "expected torch.bfloat16")),
-        ("silu", lambda x: bi_kernels.silu(x).double(), ("torch.float64", "expected torch.bfloat16")),
-    ],
-    ids=["nothing", "a list", "a row less", "flat", "a column less", "fp32", "fp64"],
+    "broken, flags",
+    {
+        "nothing": (lambda y: None, ("NoneType",)),
+        "a list": (lambda y: y.tolist(), ("list",)),
+        "a row less": (lambda y: y[:-1], ("returned (", "expected")),
+        "flat": (lambda y: y.flatten(), ("returned (", "expected")),
+        "a column less": (lambda y: y[..., :-1], ("torch.bfloat16", "expected")),
+        "fp32": (lambda y: y.float(), ("torch.float32", "expected torch.bfloat16")),
+        "fp64": (lambda y: y.double(), ("torch.float64", "expected torch.bfloat16")),
+    }.values(),
 )
-def test_a_result_of_the_wrong_kind_needs_a_fix(op, broken, flags):
-    bad = [r for r in judge.judge(subject(op, broken), examples=1) if r.verdict == NEEDS_FIX]
+def test_a_result_of_the_wrong_kind_needs_a_fix(broken, flags):
+    function = lambda x: broken(bi_kernels.silu(x))
+    bad = [r for r in judge.judge(subject("silu", function), examples=1) if r.verdict == NEEDS_FIX]
     assert bad and all(word in report(bad) for word in flags), report(bad)
 
 
@@ -249,19 +223,7 @@ def test_a_candidate_that_is_not_deterministic_is_caught():
 
 # Reproducers
 
-SPLIT_K = """
-import torch
-
-
-def linear(x, weight, bias=None):
-    x, w, half = x.double(), weight.double(), x.shape[-1] // 2
-    # a row at a time: BLAS chooses an order by M
-    by_row = lambda x, w: torch.stack([w @ row for row in x.flatten(0, -2)]).unflatten(0, x.shape[:-1])
-    if x.shape[:-1].numel() > {threshold}:
-        return by_row(x, w).to(weight.dtype)
-    return by_row(x[..., :half], w[:, :half]).to(weight.dtype) + by_row(x[..., half:], w[:, half:]).to(weight.dtype)
-"""
-WITH_KERNELS = """
+FLIPPED = """
 import bi_kernels
 
 
@@ -272,14 +234,9 @@ def linear(x, weight, bias=None):
 """
 
 
-@pytest.mark.parametrize(
-    "source, drifting, steady",
-    slow_but([(SPLIT_K, 16, -1), (WITH_KERNELS, "<= 16", "< 0")], WITH_KERNELS),
-    ids=["torch", "kernels"],
-)
-def test_a_drift_leaves_a_script_that_shows_it(tmp_path, source, drifting, steady):
+def test_a_drift_leaves_a_script_that_shows_it(tmp_path):
     file = tmp_path / "candidate.py"
-    file.write_text(source.format(threshold=drifting))
+    file.write_text(FLIPPED.format(threshold="<= 16"))
     candidate = resolve(f"{file}:linear", "gemm")
     s = subject("linear", candidate.functions["linear"], "fp32", case="o")
     found = list(judge.by_row_count(s))
@@ -295,7 +252,7 @@ def test_a_drift_leaves_a_script_that_shows_it(tmp_path, source, drifting, stead
     )
     shown = by_itself()
     assert shown.returncode == 1 and "elements differ" in shown.stdout and not shown.stdout.startswith("0 "), shown
-    file.write_text(source.format(threshold=steady))
+    file.write_text(FLIPPED.format(threshold="< 0"))
     gone = by_itself()
     assert gone.returncode == 0 and gone.stdout.startswith("0 of "), gone
 
@@ -318,8 +275,8 @@ def test_every_op_has_a_reproducer(op, tmp_path):
     file = tmp_path / "candidate.py"
     file.write_text(TWICE_FOR_SMALL_M.format(name=OPS[op].function or op, rows=16))
     candidate = resolve(f"{file}:twice", OPS[op].audit, op)
-    s = subject(op, candidate.functions[op], case=next(iter(OPS[op].cases("tiny"))))
-    rows = [*judge.by_row_count(s), *judge.invariance(s, only=("decode",))]
+    s = subject(op, candidate.functions[op])
+    rows = [*judge.by_row_count(s), *judge.by_layout(s, only=("decode",))]
     made = scripts(s, candidate, rows, tmp_path)
     assert {s.row.layout for s in made} == {"rows", "decode"}
     for one in (made[0], made[-1]):
@@ -361,7 +318,7 @@ def test_another_order_of_the_sum_changes_the_digest(dtype, monkeypatch):
     [
         ("gemm", {"dtype": "bf61"}, ["dtype is 'bf61'", "all, bf16, fp16, fp32"]),
         ("gemm", {"dtype": 16}, ["dtype is 16", "bf16"]),
-        ("gemm", {"checks": "some"}, ["checks is 'some'", "all or quick"]),
+        ("gemm", {"checks": "some"}, ["checks is 'some'", "quick"]),
         ("gemm", {"dtpye": "bf16"}, ["unknown parameter 'dtpye'", "dtype"]),
         ("gemm", {"seed": "x"}, ["seed is 'x'", "integer"]),
         ("gemm", {"seed": -1}, ["seed is -1", "from 0 to"]),
@@ -371,17 +328,9 @@ def test_another_order_of_the_sum_changes_the_digest(dtype, monkeypatch):
         ("gemm", {"shapes": ["tiny"]}, ["shapes is ['tiny']", "tiny"]),
         ("gemm", {"device": "tpu"}, ["device is 'tpu'", "auto, cpu or cuda"]),
         ("gemm", {"device": "cuda"}, ["device is 'cuda'", "cpu"]),
-        (
-            "gemm",
-            {"candidate": "nonsense"},
-            ["candidate is 'nonsense'", "bi_kernels, torch", "package.module:function"],
-        ),
+        ("gemm", {"candidate": "nonsense"}, ["candidate is 'nonsense'", "torch, package.module:function"]),
         ("gemm", {"candidate": 5}, ["candidate is 5", "package.module:function"]),
-        (
-            "gemm",
-            {"candidate": "no_such_module:linear"},
-            ["candidate 'no_such_module:linear'", "cannot import no_such_module"],
-        ),
+        ("gemm", {"candidate": "nowhere:linear"}, ["candidate 'nowhere:linear'", "cannot import nowhere"]),
         ("gemm", {"candidate": ".relative:linear"}, ["candidate '.relative:linear'"]),
         ("gemm", {"candidate": "math:linear"}, ["candidate 'math:linear'", "no function linear"]),
         ("gemm", {"candidate": "math:pi"}, ["candidate 'math:pi'", "no function pi"]),

@@ -53,11 +53,6 @@ def two_outputs(alone):
     return function(lambda x: (2 * x, 3 * x), lambda ctx, x, first, second: both(first, second))
 
 
-class FirstRow(torch.nn.Linear):
-    def forward(self, x):
-        return ToMainGrad.apply(x, self.weight)
-
-
 class ToMainGrad(torch.autograd.Function):
     """x · weight[0]; a gradient that any split adds up exactly, and without a main_grad one of the first row."""
 
@@ -76,9 +71,9 @@ class ToMainGrad(torch.autograd.Function):
         return dy * weight[0], None
 
 
-def static_buffer():
-    held = {}
-    return lambda x: torch.mul(x.detach(), 2, out=held.setdefault(x.shape, torch.empty(x.shape)))
+class FirstRow(torch.nn.Linear):
+    def forward(self, x):
+        return ToMainGrad.apply(x, self.weight)
 
 
 def saves_in_a_static_buffer():
@@ -94,14 +89,6 @@ def saves_in_a_static_buffer():
 def reads_before_its_slice(x):
     before = x.as_strided((1,), (1,), max(0, x.storage_offset() - 1))
     return 2 * x + (0 if x.storage_offset() == 0 else 0 * before)
-
-
-def by_strides(x):
-    return x * (2 if x.stride(-1) == 1 else 3)
-
-
-def columns_otherwise(x):
-    return x * (2 if x.stride(0) == x.shape[-1] or len(x) == 1 else 3)
 
 
 def remembers_the_other_dtype():
@@ -131,16 +118,9 @@ class CachesForEver(torch.nn.Linear):
         return function(lambda x, weight, held: x * held, backward)(x, self.weight, self.held)
 
 
-def few_in_inference_mode(x):
-    return x * (1.5 if torch.is_inference_mode_enabled() and len(x) < 9 else 1)
-
-
-def few_under_autocast(x):
-    return x * (1.5 if torch.is_autocast_enabled("cpu") and len(x) < 9 else 1)
-
-
-def guarded(x):
-    return x.bfloat16().float() if x.abs().max() > 1e4 else x * 1
+def few(condition):
+    """Returns what adds 1 in calls of few rows where the condition holds."""
+    return lambda x: x + (len(x) < 9 and condition(x))
 
 
 ALONE = {"output 0 alone is used", "output 1 alone is used"}
@@ -170,18 +150,30 @@ BROKEN = {
     "one output": (two_outputs(lambda dy: dy * 7), (X,), ALONE),
     "one output, nothing": (two_outputs(lambda dy: None), (X,), ALONE),
     "no main_grad": (FirstRow(WIDTH, WIDTH, bias=False), (X,), {UNBUFFERED}),
-    "static buffer": (static_buffer(), (X,), {memory.LATER}),
+    "static buffer": (
+        lambda x, held={}: torch.mul(x.detach(), 2, out=held.setdefault(x.shape, torch.empty_like(x))),
+        (X,),
+        {memory.LATER},
+    ),
     "saved statically": (saves_in_a_static_buffer(), (X,), {memory.BACKWARD}),
     "slice": (reads_before_its_slice, (X,), {memory.SLICE, memory.COLUMNS}),
-    "strides": (by_strides, (torch.randn(WIDTH, ROWS, generator=G).T,), {memory.GIVEN}),
-    "columns": (columns_otherwise, (X,), {memory.COLUMNS}),
+    "strides": (
+        lambda x: x * (2 if x.stride(-1) == 1 else 3),
+        (torch.randn(WIDTH, ROWS, generator=G).T,),
+        {memory.GIVEN},
+    ),
+    "columns": (lambda x: x * (2 if x.stride(0) == x.shape[-1] or len(x) == 1 else 3), (X,), {memory.COLUMNS}),
     "dtype": (remembers_the_other_dtype(), (X,), {"after another dtype", "at the end"}),
     "for ever": (CachesForEver(WIDTH, WIDTH, bias=False), (X,), {order.UPDATED}),
     "identity": (CachesByIdentity(WIDTH, WIDTH, bias=False), (X,), {order.UPDATED}),
-    "few rows, trained": (lambda x: x + (x.requires_grad and len(x) < 9), (X,), {WANTED + FEW}),
-    "few rows, inference": (few_in_inference_mode, (X,), {"inference_mode" + FEW}),
-    "few rows, autocast": (few_under_autocast, (X,), {AUTOCAST + FEW}),
-    "a large neighbour": (guarded, (X,), {"neighbours:largest"}),
+    "few rows, trained": (few(lambda x: x.requires_grad), (X,), {WANTED + FEW}),
+    "few rows, inference": (few(lambda x: torch.is_inference_mode_enabled()), (X,), {"inference_mode" + FEW}),
+    "few rows, autocast": (few(lambda x: torch.is_autocast_enabled("cpu")), (X,), {AUTOCAST + FEW}),
+    "a large neighbour": (
+        lambda x: x.bfloat16().float() if x.abs().max() > 1e4 else x * 1,
+        (X,),
+        {"neighbours:largest"},
+    ),
 }
 SCRIPTED = ("expanded", "strided", "twice", "slice", "strides", "columns")
 
@@ -225,17 +217,17 @@ def one_single_row(x):
     return x * (2.5 if len(x) == 1 and float(x[0, 0]) == float(X[3, 0]) else 2)
 
 
-def dtype_by_rows(x):
-    return x.bfloat16().float() if len(x) == 1 else x.bfloat16()
-
-
 @pytest.mark.parametrize(
     "fn, layout, words",
     [
         (one_single_row, "singles", "sample 3: singles against a half, a third, the whole batch"),
         (lambda x: x * (2.5 if len(x) == ROWS else 2), "singles", "sample 0: the whole batch against a half, a third"),
         (lambda x: x * (2.5 if len(x) == 9 else 2), "rows:9", "sample 0: rows:9 against alone, a half, a third"),
-        (dtype_by_rows, "singles", "the dtype follows the call: fp32 here, bf16 there"),
+        (
+            lambda x: x.bfloat16().float() if len(x) == 1 else x.bfloat16(),
+            "singles",
+            "the dtype follows the call: fp32 here, bf16 there",
+        ),
     ],
 )
 def test_the_call_that_deviates_is_named(fn, layout, words):

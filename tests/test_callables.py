@@ -50,25 +50,10 @@ def block_by_rows(x):
     return halves.sum(-1) if len(x) > 8 else x.unflatten(-1, (-1, 2)).sum(-2).sum(-1)
 
 
-def reads_the_neighbour(x):
-    return x + 0 * x.roll(1, 0)
-
-
 def last_row_differs(x):
     y = 2 * x
     y[-1] += 2**-20
     return y
-
-
-def dweight_by_batch(x, weight):
-    return (x * weight).sum(-1)
-
-
-class OnlyOneSize(torch.nn.Module):
-    def forward(self, x):
-        if len(x) == 17:
-            raise RuntimeError("no kernel for 17 rows")
-        return 2 * x
 
 
 INVARIANT = {
@@ -93,10 +78,10 @@ MODES = ("a gradient wanted", "inference_mode")
 DRIFTING = {
     "centred": ((centred, X), "invariance"),
     "block by rows": ((block_by_rows, X), "invariance"),
-    "neighbour": ((reads_the_neighbour, X), "invariance"),
+    "neighbour": ((lambda x: x + 0 * x.roll(1, 0), X), "invariance"),
     "last row": ((last_row_differs, X), "invariance"),
     "batch norm": ((torch.nn.BatchNorm1d(WIDTH), X), "invariance"),
-    "dweight": ((dweight_by_batch, X.bfloat16(), W[0].bfloat16()), "gradient invariance"),
+    "dweight": ((lambda x, weight: (x * weight).sum(-1), X.bfloat16(), W[0].bfloat16()), "gradient invariance"),
     "a module's weight": ((torch.nn.Linear(WIDTH, WIDTH), X), "gradient invariance"),
     "embedding": ((F.embedding, IDS % 3, W), "gradient invariance"),
 }
@@ -177,7 +162,7 @@ def test_what_is_no_function_of_its_batch_is_said():
     assert [r.relation for r in in_need(random)] == ["determinism"] and "random" in in_need(random)[0].detail
     assert random.verdict == NEEDS_FIX and not [r for r in random.rows if r.relation == "invariance"]
     assert "changes its input x in place" in audit(lambda x: x.mul_(2), X).notes[0]
-    one = audit(OnlyOneSize(), X)
+    one = audit(refuses(lambda x: len(x) == 17, "no kernel for 17 rows"), X)
     assert {r.layout for r in in_need(one)} == {"rows:17"} and "no kernel for 17 rows" in in_need(one)[0].detail
     picky = audit(lambda x: x.reshape(-1, 8, WIDTH).mul(2).reshape(x.shape), X)
     assert picky.verdict == NEEDS_FIX and {"rows:8", "rows:16"}.isdisjoint(r.layout for r in in_need(picky))
@@ -185,13 +170,8 @@ def test_what_is_no_function_of_its_batch_is_said():
 
 
 def test_a_result_that_depends_on_the_calls_before_is_said():
-    calls = []
-
-    def ages(x):
-        calls.append(len(x))
-        return x * (1 + 2**-10 * (len(calls) > 40))
-
-    report = audit(ages, X)
+    calls = iter(range(10**6))
+    report = audit(lambda x: x * (1 + 2**-10 * (next(calls) > 40)), X)
     assert "at the end" in {r.layout for r in in_need(report)} and "depends on the calls before it" in report.notes[0]
 
 
@@ -225,11 +205,8 @@ def test_what_a_user_has_in_grad_stays(tmp_path):
     module = torch.nn.Linear(WIDTH, WIDTH)
     module.weight.grad, module.weight.main_grad = torch.ones(WIDTH, WIDTH), torch.full((WIDTH, WIDTH), 2.0)
     audit(module, X, folder=tmp_path)
-    assert (
-        (module.weight.grad == 1).all()
-        and (module.weight.main_grad == 2).all()
-        and not hasattr(module.bias, "main_grad")
-    )
+    weight = module.weight
+    assert (weight.grad == 1).all() and (weight.main_grad == 2).all() and not hasattr(module.bias, "main_grad")
 
 
 class LeftPadded(torch.autograd.Function):
@@ -433,37 +410,34 @@ def test_inputs_are_what_was_asked_for(tmp_path):
 
 class TrainsOtherwise(torch.nn.Linear):
     def forward(self, x):
-        y = x * self.weight[0]
-        return y * 1.5 if self.training else y
-
-
-def trains_otherwise(x):
-    return x * (1.5 if x.requires_grad else 1)
+        return x * self.weight[0] * (1.5 if self.training else 1)
 
 
 @pytest.mark.parametrize(
-    "function, mode", [(trains_otherwise, MODES[0]), (TrainsOtherwise(WIDTH, 1).eval(), "train()")]
+    "function, mode",
+    [(lambda x: x * (1.5 if x.requires_grad else 1), MODES[0]), (TrainsOtherwise(WIDTH, 1).eval(), "train()")],
 )
 def test_what_trains_otherwise_than_it_rolls_out_is_found(function, mode):
     report = audit(function, X)
     assert {r.layout for r in in_need(report) if r.relation == "invariance"} == {mode}, report.markdown()
 
 
+def refuses(condition, words):
+    """Returns twice x, refused where the condition holds."""
+
+    def double(x):
+        if condition(x):
+            raise RuntimeError(words)
+        return x * 2
+
+    return double
+
+
 def test_a_refusal_of_gradients_is_said_and_another_mode_must_work():
-    def refuses(x):
-        if x.requires_grad:
-            raise RuntimeError("no backward of this one")
-        return x * 2
-
-    def without_inference_mode(x):
-        if torch.is_inference_mode_enabled():
-            raise RuntimeError("no inference mode")
-        return x * 2
-
-    report = audit(refuses, X, backward=False)
+    report = audit(refuses(lambda x: x.requires_grad, "no backward of this one"), X, backward=False)
     (row,) = (r for r in report.rows if r.layout == MODES[0])
     assert report.passed and row.verdict == UNSUPPORTED and "no backward of this one" in row.detail
-    report = audit(without_inference_mode, X)
+    report = audit(refuses(lambda x: torch.is_inference_mode_enabled(), "no inference mode"), X)
     assert [r.layout for r in in_need(report)] == [MODES[1]] and "no inference mode" in in_need(report)[0].detail
 
 

@@ -39,14 +39,6 @@ class Call(Step):
     def layout(self) -> TokenLayout:
         return token_layout(self.call, self.lengths)
 
-    @property
-    def parameters(self) -> list[str]:
-        return [k for k in self.floating if k in self.shared]
-
-    @property
-    def of_tokens(self) -> list[str]:
-        return [k for k in self.floating if k in self.tokens]
-
     def expected(self, wanted: Sequence[str], main_grad: bool = True) -> Results:
         """Returns what the plain call gives."""
         made = self.folded if main_grad else self.base

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import wait_for
+from conftest import ROW, wait_for
+from test_runs import WAITS, started
 
 from bi_kernels.audit import cli
 from bi_kernels.audit.digests import file as digests
@@ -21,7 +22,7 @@ from bi_kernels.audit.digests.candidate import compute
 from bi_kernels.audit.faults import UsageError
 from bi_kernels.audit.findings import Row, write_rows
 from bi_kernels.audit.runs import ci
-from bi_kernels.audit.runs.runner import stopped
+from bi_kernels.audit.runs.folder import stopped
 from bi_kernels.audit.runs.summary import summary
 
 ROOT = Path(__file__).parents[1]
@@ -30,22 +31,7 @@ CALL = WORKFLOW[True]["workflow_call"]["inputs"]  # YAML 1.1 reads the key `on` 
 DOCUMENT = (ROOT / "docs" / "ci.md").read_text()
 BLOCKS = re.findall(r'^```(\w+)(?: title="([^"\n]*)")?\n(.*?)^```$', DOCUMENT, re.M | re.S)
 
-PASS = Row(
-    "gemm",
-    "linear",
-    "o",
-    "mine.py:linear",
-    "bf16",
-    "interpreter",
-    "invariance",
-    "decode",
-    "packed",
-    "normal",
-    9,
-    "pass",
-    mismatches=0,
-    elements=100,
-)
+PASS = replace(ROW, candidate="mine.py:linear", layout="decode", against="packed")
 DRIFT = replace(
     PASS,
     layout="rows",
@@ -57,8 +43,8 @@ DRIFT = replace(
     max_rel=0.25,
     max_ulp=3,
     first_index=[0, 3],
-    first_failing_op="linear",
     repro="python repro/linear-o-bf16.py",
+    axes=["number of rows"],
 )
 WORSE = replace(DRIFT, rows=8, max_ulp=12)
 INACCURATE = replace(DRIFT, relation="accuracy", max_ulp=None, threshold_share=1.5, repro="bi-audit run gemm")
@@ -72,133 +58,88 @@ def rows(*given: Row) -> list[dict]:
     return [r.json() for r in given]
 
 
-def parsed(text: str) -> dict[tuple[str, str], ET.Element]:
-    """{(class name, name): test case} of JUnit XML, whose shape is checked."""
+def parsed(text: str | bytes) -> dict[tuple[str, str], ET.Element]:
+    """{(class name, name): test case} of JUnit XML."""
     root = ET.fromstring(text)
-    assert root.tag == "testsuites" and set(root.attrib) == {"name", "tests", "failures", "errors", "time"}
-    for suite in root:
-        cases = suite.findall("testcase")
-        assert suite.tag == "testsuite" and {c.tag for c in suite} <= {"properties", "testcase"}
-        assert set(suite.attrib) == {"name", "time", "tests", "failures", "errors", "skipped"}
-        counted = {"tests": len(cases)} | {
-            a: len(suite.findall(f"testcase/{t}"))
-            for a, t in (("failures", "failure"), ("errors", "error"), ("skipped", "skipped"))
-        }
-        assert {k: int(suite.get(k)) for k in counted} == counted
-        for c in cases:
-            assert set(c.attrib) == {"classname", "name", "time"} and len(c) <= 1
-            assert all(o.tag in ("failure", "error", "skipped") and set(o.attrib) == {"message", "type"} for o in c)
-    for k in ("tests", "failures", "errors"):
-        assert int(root.get(k)) == sum(int(s.get(k)) for s in root)
     found = {(c.get("classname"), c.get("name")): c for c in root.iter("testcase")}
     assert len(found) == int(root.get("tests")), "every case has a name of its own"
     return found
 
 
 def test_junit_says_which_op_and_relation_how_far_and_how_to_reproduce():
-    text = ci.junit(rows(PASS, WORSE, DRIFT, INACCURATE, REFUSED, CAUGHT, MISSED), OUT, {"gemm": 2.5}, ["gemm"])
-    found = parsed(text)
-    assert list(found) == [
-        ("gemm", "runs to its end"),
-        ("gemm.linear[o]", "invariance bf16"),
-        ("gemm.linear[o]", "accuracy bf16"),
-        ("gemm.linear[o]", "invariance fp16"),
-        ("gemm.controls", "split of K (linear[o] bf16, invariance)"),
-        ("gemm.controls", "blind spot (linear[o] bf16, determinism)"),
-    ]
-    failure = found["gemm.linear[o]", "invariance bf16"].find("failure")
-    said = "a row's result depends on how many rows are in the call, by at most 12 ULP: calls of 1 and 8 rows differ"
-    said += " from the largest call; 2 of 3 checks need a fix, at most 12 ULP: M = 1, 8"
-    assert failure.get("message") == said
-    assert failure.text.startswith("rows against 300 rows, M = 1, normal: 7 of 100 elements of out differ, max abs 0.5")
-    assert "first at index [0, 3], first failing op linear" in failure.text
-    assert failure.text.endswith("Reproduce with\n    python out/gemm/repro/linear-o-bf16.py")
-    assert "1.5 × the bound" in found["gemm.linear[o]", "accuracy bf16"].find("failure").get("message")
-    assert found["gemm.linear[o]", "invariance fp16"].find("skipped").get("message") == "TypeError: fp16"
-    assert [len(c) for name, c in found.items() if name[0] == "gemm.controls"] == [0, 1], (
-        "only the missed control fails"
-    )
+    every = rows(PASS, WORSE, DRIFT, INACCURATE, REFUSED, CAUGHT, MISSED)
+    found = parsed(ci.junit(every, OUT, {"gemm": 2.5}, ["gemm"]).tostring())
+    assert {name: [part.tag for part in case] for name, case in found.items()} == {
+        ("gemm", "runs to its end"): [],
+        ("gemm.linear[o]", "invariance bf16"): ["failure"],
+        ("gemm.linear[o]", "accuracy bf16"): ["failure"],
+        ("gemm.linear[o]", "invariance fp16"): ["skipped"],
+        ("gemm.controls", "split of K (linear[o] bf16, invariance)"): [],
+        ("gemm.controls", "blind spot (linear[o] bf16, determinism)"): ["failure"],
+    }
+    failure = found["gemm.linear[o]", "invariance bf16"][0]
+    assert "12 ULP" in failure.get("message") and "M = 1, 8" in failure.get("message")
+    assert "7 of 100" in failure.text and "[0, 3]" in failure.text
+    assert failure.text.endswith("python out/gemm/repro/linear-o-bf16.py")
+    assert "1.5 × the bound" in found["gemm.linear[o]", "accuracy bf16"][0].get("message")
+    assert found["gemm.linear[o]", "invariance fp16"][0].get("message") == "TypeError: fp16"
 
 
-def test_junit_holds_what_xml_cannot():
-    found = parsed(ci.junit(rows(replace(DRIFT, detail="\x1b[31m<b>&\ud800")), OUT, {"gemm": 1}, ["gemm"]))
-    assert "�[31m<b>&�" in found["gemm.linear[o]", "invariance bf16"].find("failure").text
-
-
-def test_thousands_of_rows_stay_readable():
-    text = ci.junit(rows(*[replace(DRIFT, rows=m) for m in range(1, 3000)]), OUT, {"gemm": 1}, ["gemm"])
-    failure = parsed(text)["gemm.linear[o]", "invariance bf16"].find("failure")
-    assert len(failure.text.splitlines()) == ci.SHOWN + 3 and "2996 more in out/gemm/verdicts.json" in failure.text
+def test_junit_holds_what_xml_cannot_and_thousands_of_rows_stay_readable():
+    drifts = [replace(DRIFT, detail="\x1b[31m<b>&\ud800", rows=m) for m in range(1, 3000)]
+    found = parsed(ci.junit(rows(*drifts), OUT, {"gemm": 1}, ["gemm"]).tostring())
+    failure = found["gemm.linear[o]", "invariance bf16"][0]
+    assert "[31m<b>&�" in failure.text and len(failure.text.splitlines()) < 10
 
 
 def test_a_pass_has_no_failure_and_a_stopped_audit_is_an_error():
-    assert not any(len(c) for c in parsed(ci.junit(rows(PASS, CAUGHT), OUT, {"gemm": 1}, ["gemm"], [])).values())
-    end = parsed(ci.junit([stopped("gemm", "it died")], OUT, {}, ["gemm"]))["gemm", "runs to its end"]
+    assert not any(len(c) for c in parsed(ci.junit(rows(PASS, CAUGHT), OUT, {}, ["gemm"], []).tostring()).values())
+    (end,) = parsed(ci.junit([stopped("gemm", "it died")], OUT, {}, ["gemm"]).tostring()).values()
     assert end.find("error").get("message") == "it died"
 
 
+BITS = "gradient invariance", "determinism", "parity", "weights after training", "localiser", "atomics-free"
+
+
 @pytest.mark.parametrize(
-    "name, row, warnings, levels",
+    "row, warnings, least",
     [
-        ("pass", PASS, [], []),
-        ("unsupported", REFUSED, [], []),
-        ("control caught", CAUGHT, [], []),
-        ("drift", DRIFT, [], ["drift", "needs-fix", "warning"]),
-        *[
-            (r, replace(DRIFT, relation=r), [], ["drift", "needs-fix", "warning"])
-            for r in (
-                "gradient invariance",
-                "determinism",
-                "parity",
-                "weights after training",
-                "localiser",
-                "atomics-free",
-            )
-        ],
-        ("control missed", MISSED, [], ["drift", "needs-fix", "warning"]),
-        ("stopped", Row(**stopped("gemm", "it died")), [], ["drift", "needs-fix", "warning"]),
-        ("accuracy", INACCURATE, [], ["needs-fix", "warning"]),
-        ("gradient accuracy", replace(INACCURATE, relation="gradient accuracy"), [], ["needs-fix", "warning"]),
-        ("contract", replace(INACCURATE, relation="contract"), [], ["needs-fix", "warning"]),
-        ("digest", PASS, ["linear: other bits"], ["warning"]),
+        (PASS, [], None),
+        (REFUSED, [], None),
+        (CAUGHT, [], None),
+        (DRIFT, [], "drift"),
+        *[(replace(DRIFT, relation=r), [], "drift") for r in BITS],
+        (MISSED, [], "drift"),
+        (Row(**stopped("gemm", "it died")), [], "drift"),
+        *[(replace(INACCURATE, relation=r), [], "needs-fix") for r in ("accuracy", "gradient accuracy", "contract")],
+        (PASS, ["linear: other bits"], "warning"),
     ],
-    ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_levels(name, row, warnings, levels):
-    assert [level for level in ci.LEVELS if ci.fails(rows(PASS, row), warnings, level)] == levels
+def test_levels(row, warnings, least):
+    levels = ci.LEVELS[ci.LEVELS.index(least) :] if least else ()
+    assert tuple(level for level in ci.LEVELS if ci.fails(rows(PASS, row), warnings, level)) == levels
 
 
 def test_summary_gives_the_verdict_first_and_what_needs_a_fix(tmp_path, monkeypatch):
-    for variable in ("GITHUB_SERVER_URL", "GITHUB_REPOSITORY", "GITHUB_RUN_ID"):
-        monkeypatch.delenv(variable, raising=False)
     (tmp_path / "out" / "gemm").mkdir(parents=True)
     (tmp_path / "out" / "gemm" / "README.md").touch()
+    for variable in ("GITHUB_SERVER_URL", "GITHUB_REPOSITORY", "GITHUB_RUN_ID"):
+        monkeypatch.delenv(variable, raising=False)
     odd = replace(INACCURATE, op="", relation="", elements=None, detail="a | b")
-    text = summary(
-        rows(PASS, DRIFT, WORSE, CAUGHT, MISSED, odd),
-        tmp_path / "out",
-        tmp_path / "s.md",
-        ["gemm"],
-        ["linear: other bits"],
-        "never",
+    told = tmp_path / "out", tmp_path / "s.md", ["gemm"]
+    text = summary(rows(PASS, DRIFT, WORSE, CAUGHT, MISSED, odd), *told, ["linear: other bits"], "never")
+    assert text.startswith("## ❌ bi-audit: needs-fix\n\n- linear o bf16: ") and "`--fail-on never`" in text
+    assert "linear: other bits" in text and "- [gemm](out/gemm/README.md)" in text
+    table = [line for line in text.splitlines() if line.startswith("| ")]
+    assert any(
+        "| invariance" in x and "M = 1, 8" in x and "12 ULP" in x and "repro/linear-o-bf16.py" in x for x in table
     )
-    lines = text.splitlines()
-    assert lines[0] == "## ❌ bi-audit: needs-fix"
-    assert lines[2].startswith(
-        "- linear o bf16: a row's result depends on how many rows are in the call, by at most 12 ULP: calls of 1 and 8"
-    )
-    assert "no statement about a GPU" in lines[4] and "controls caught: 1 of 2" in lines[4]
-    assert "does not fail at `--fail-on never`" in lines[4]
-    fix = lines[lines.index("### What needs a fix") :]
-    assert any("| invariance" in x and "M = 1, 8" in x and "12 ULP" in x and "repro/linear-o-bf16.py" in x for x in fix)
-    assert any("control missed: blind spot" in x for x in fix) and any(r"a \| b" in x for x in fix)
-    assert "- ⚠️ linear: other bits" in fix and "- [gemm](out/gemm/README.md)" in fix
-    monkeypatch.setenv("GITHUB_SERVER_URL", "https://github.com")
-    monkeypatch.setenv("GITHUB_REPOSITORY", "me/mine")
-    monkeypatch.setenv("GITHUB_RUN_ID", "7")
-    text = summary(rows(PASS, CAUGHT), tmp_path / "out", tmp_path / "s.md", ["gemm"], [], "needs-fix")
+    assert any("blind spot" in x for x in table) and any(r"a \| b" in x for x in table)
+    for variable, value in (("SERVER_URL", "https://github.com"), ("REPOSITORY", "me/mine"), ("RUN_ID", "7")):
+        monkeypatch.setenv(f"GITHUB_{variable}", value)
+    text = summary(rows(PASS, CAUGHT), *told, [], "needs-fix")
     assert text.startswith("## ✅ bi-audit: pass") and "https://github.com/me/mine/actions/runs/7#artifacts" in text
-    assert "needs a fix" not in text
+    assert "###" not in text.partition("### Reports")[0]
 
 
 CRASHES = """
@@ -209,26 +150,8 @@ import signal
 def scale(x, factor):
     os.kill(os.getpid(), signal.SIGKILL)
 """
-WAITS = "import time\n\n\ndef scale(x, factor):\n    time.sleep(600)\n"
-
-
-ARGUMENTS = [
-    "run",
-    "dtype",
-    "--candidate",
-    "mine.py:scale",
-    "-p",
-    "op",
-    "scale",
-    "--dtype",
-    "bf16",
-    "--out",
-    "out",
-    "--junit",
-    "ci/junit.xml",
-    "--summary",
-    "ci/summary.md",
-]
+ARGUMENTS = ["run", "dtype", "--candidate", "mine.py:scale", "-p", "op", "scale", "--dtype", "bf16", "--out", "out"]
+ARGUMENTS += ["--junit", "ci/junit.xml", "--summary", "ci/summary.md"]
 
 
 def stale(folder: Path) -> None:
@@ -238,31 +161,22 @@ def stale(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_crashed_audit_leaves_both_files(tmp_path, monkeypatch):
+def test_a_crashed_audit_leaves_both_files(tmp_path, monkeypatch, bi_audit):
     stale(tmp_path)
     (tmp_path / "mine.py").write_text(CRASHES)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as end:
-        cli.run([*ARGUMENTS, "--fail-on", "drift"])
-    assert end.value.code == 1
-    end = parsed((tmp_path / "ci" / "junit.xml").read_text())["dtype", "runs to its end"]
+    assert bi_audit(*ARGUMENTS, "--fail-on", "drift").returncode == 1
+    end = parsed((tmp_path / "ci" / "junit.xml").read_bytes())["dtype", "runs to its end"]
     assert "status -9" in end.find("error").get("message")
-    said = (tmp_path / "ci" / "summary.md").read_text()
-    assert said.startswith("## ❌ bi-audit: needs-fix") and "did not run to its end" in said
+    assert (tmp_path / "ci" / "summary.md").read_text().startswith("## ❌ bi-audit: needs-fix")
     document = (tmp_path / "out" / "dtype" / "README.md").read_text()
-    assert "stopped here" in document and "| device " in document, "it holds what was there by then"
+    assert "status -9" in document and "| device " in document, "it holds what was there by then"
 
 
 def test_an_interrupted_run_leaves_both_files(tmp_path):
     stale(tmp_path)
     (tmp_path / "mine.py").write_text(WAITS)
-    child = subprocess.Popen(
-        [sys.executable, "-m", "bi_kernels.audit.cli", *ARGUMENTS],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    child = started(*ARGUMENTS, cwd=tmp_path)
     try:
         wait_for(tmp_path / "out" / f".dtype.{child.pid}.partial" / "provenance.json", child)
         child.send_signal(signal.SIGTERM)
@@ -271,7 +185,7 @@ def test_an_interrupted_run_leaves_both_files(tmp_path):
         if child.poll() is None:
             child.kill()
     assert child.returncode == 130 and "Traceback" not in errors, errors
-    end = parsed((tmp_path / "ci" / "junit.xml").read_text())["dtype", "runs to its end"]
+    end = parsed((tmp_path / "ci" / "junit.xml").read_bytes())["dtype", "runs to its end"]
     assert "interrupted" in end.find("error").get("message")
     assert "## ❌" in (tmp_path / "ci" / "summary.md").read_text()
 
@@ -297,20 +211,19 @@ def test_digests_name_the_op_and_the_version_that_changed():
     assert digests.merged(recorded, found) == found
 
 
+FOLDS = "import bi_kernels\n\n\ndef linear(x, weight):\n    return bi_kernels.linear({}, {})\n"
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_digests_see_another_order_of_a_sum(seed, tmp_path, monkeypatch):
-    (tmp_path / "mine.py").write_text(
-        "import bi_kernels\n\n\ndef linear(x, weight):\n    return bi_kernels.linear(x, weight)\n"
-    )
     monkeypatch.chdir(tmp_path)
-    one = compute(["gemm"], {"candidate": "mine.py:linear", "dtype": "bf16", "seed": seed})[0]
-    (tmp_path / "mine.py").write_text(
-        "import bi_kernels\n\n\ndef linear(x, weight):\n    return bi_kernels.linear(x.flip(-1), weight.flip(-1))\n"
-    )
-    other = compute(["gemm"], {"candidate": "mine.py:linear", "dtype": "bf16", "seed": seed})[0]
-    forward = [(a["case"], a["sha256"] == b["sha256"]) for a, b in zip(one, other) if a["what"] == "forward"]
+    made = []
+    for operands in (("x", "weight"), ("x.flip(-1)", "weight.flip(-1)")):
+        (tmp_path / "mine.py").write_text(FOLDS.format(*operands))
+        made.append(compute(["gemm"], {"candidate": "mine.py:linear", "dtype": "bf16", "seed": seed})[0])
+    forward = [(a["case"], a["sha256"] == b["sha256"]) for a, b in zip(*made) if a["what"] == "forward"]
     assert len(forward) == 5 and not any(same for _, same in forward), forward
-    assert all("linear: " in w and "candidate's code" in w for w in digests.changes(one, other, [], FILE))
+    assert all("linear: " in warning for warning in digests.changes(*made, [], FILE))
 
 
 def test_what_gives_other_bits_each_time_has_no_digest(tmp_path, monkeypatch):
@@ -389,29 +302,25 @@ def pip_of(install: str, folder: Path, **variables: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-CPU = ["--extra-index-url", "https://download.pytorch.org/whl/cpu"]
-OURS = ["--constraint", f"https://forge/owner/name/raw/{'0' * 40}/constraints.txt"]
+CPU = "--extra-index-url https://download.pytorch.org/whl/cpu "
+OURS = f"--constraint https://forge/owner/name/raw/{'0' * 40}/constraints.txt "
 THIS = f"bi-kernels @ git+https://forge/owner/name@{'0' * 40}"
 
 
 @pytest.mark.parametrize(
     "given, arguments",
     [
-        ({}, [*CPU, *OURS, THIS]),
-        ({"DEVICE": "cuda"}, [THIS]),
-        ({"CONSTRAINTS": "my own.txt"}, [*CPU, "--constraint", "my own.txt", THIS]),
-        ({"CONSTRAINTS": "mine.txt", "DEVICE": "cuda"}, ["--constraint", "mine.txt", THIS]),
-        ({"BI_KERNELS": "bi-kernels==0.1.0"}, [*CPU, "bi-kernels==0.1.0"]),
-        ({"BI_KERNELS": "./a b", "CONSTRAINTS": "c.txt"}, [*CPU, "--constraint", "c.txt", "./a b"]),
-        ({"REQUIREMENTS": "r.txt"}, [*CPU, *OURS, THIS, "-r", "r.txt"]),
+        ({}, CPU + OURS + THIS),
+        ({"CONSTRAINTS": "my own.txt", "DEVICE": "cuda"}, f"--constraint my own.txt {THIS}"),
+        ({"BI_KERNELS": "./a b", "CONSTRAINTS": "c.txt"}, f"{CPU}--constraint c.txt ./a b"),
+        ({"REQUIREMENTS": "r.txt"}, f"{CPU}{OURS}{THIS} -r r.txt"),
     ],
-    ids=lambda x: " ".join(x) if isinstance(x, dict) else "",
 )
 def test_the_workflow_installs_its_own_commit_and_its_versions(given, arguments, tmp_path):
     (install, _), environment = steps({"candidate": "mine.py:scale"}, tmp_path)
     folder = tmp_path / "repository"
     folder.mkdir()
-    assert pip_of(install, folder, **environment | given) == ["install", "--quiet", *arguments]
+    assert " ".join(pip_of(install, folder, **environment | given)) == f"install --quiet {arguments}"
 
 
 def test_every_action_is_pinned_to_a_commit():
@@ -432,40 +341,20 @@ def test_the_workflow_audits_a_candidate_of_the_calling_repository(tmp_path):
     repository = tmp_path / "repository"
     repository.mkdir()
     (repository / "mine.py").write_text(DRIFTS)
-    recorded = [
-        dict.fromkeys((*digests.KEY, *digests.VERSIONS), "")
-        | {
-            "architecture": "interpreter",
-            "candidate": "mine.py:scale",
-            "shapes": "tiny",
-            "op": "scale",
-            "case": "",
-            "dtype": "bf16",
-            "what": "forward",
-            "seed": 0,
-            "sha256": "0" * 64,
-            "Triton": "3.0.0",
-        }
-    ]
-    write_rows(repository / "digests.json", recorded)
-    (install, audit), environment = steps(
-        {"candidate": "mine.py:scale", "audit": "elementwise", "op": "scale", "digests": "digests.json"}, tmp_path
-    )
+    recorded = dict.fromkeys((*digests.KEY, *digests.VERSIONS), "") | {"architecture": "interpreter", "seed": 0}
+    recorded |= {"candidate": "mine.py:scale", "shapes": "tiny", "op": "scale", "dtype": "bf16", "what": "forward"}
+    write_rows(repository / "digests.json", [recorded | {"sha256": "0" * 64, "Triton": "3.0.0"}])
+    told = {"candidate": "mine.py:scale", "audit": "elementwise", "op": "scale", "digests": "digests.json"}
+    (install, audit), environment = steps(told, tmp_path)
     (tmp_path / "summary.md").write_text("before\n")
     assert pip_of(install, repository, **environment)
     assert (tmp_path / "path").read_text() == f"{tmp_path}/temp/bi-audit/bin\n"
     done = shell(audit, repository, **environment)
     assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
-    assert (
-        "::warning title=bi-audit::scale: other bits on interpreter" in done.stdout and "Triton 3.0.0 → " in done.stdout
-    )
-    found = parsed((repository / "bi-audit" / "junit.xml").read_text())
+    assert "::warning title=bi-audit::scale: " in done.stdout and "Triton 3.0.0 → " in done.stdout
+    found = parsed((repository / "bi-audit" / "junit.xml").read_bytes())
     failure = found["elementwise.scale", "invariance bf16"].find("failure")
-    assert (
-        "M = 1, 2" in failure.get("message")
-        and "chunked:7" in failure.get("message")
-        and "of 64 elements" in failure.text
-    )
+    assert "M = 1, 2" in failure.get("message") and "of 64" in failure.text
     script = failure.text.splitlines()[-1].split()[-1]
     shown = shell(f"python {script}", repository)
     assert shown.returncode == 1 and "elements differ" in shown.stdout, shown.stderr
@@ -475,45 +364,21 @@ def test_the_workflow_audits_a_candidate_of_the_calling_repository(tmp_path):
     every = json.loads((repository / "bi-audit" / "verdicts.json").read_text())
     drift = [r for r in every if r["verdict"] == "needs-fix" and not r["control"] and r["relation"] == "invariance"]
     assert {r["rows"] for r in drift if r["layout"] == "rows"} <= set(range(1, 17))
-    assert all(r["candidate"] == "mine.py:scale" and r["first_failing_op"] == "scale" for r in drift)
-    assert any(r["repro"].endswith(Path(script).name) for r in drift)
-    body = (repository / "bi-audit" / "elementwise" / "README.md").read_text()
-    assert "needs-fix" in body and str(tmp_path) not in body
+    assert all(r["candidate"] == "mine.py:scale" for r in drift) and any(Path(script).name in r["repro"] for r in drift)
+    assert str(tmp_path) not in (repository / "bi-audit" / "elementwise" / "README.md").read_text()
     assert found["digests", "scale"].find("skipped") is not None
     assert {name[0] for name, c in found.items() if c.find("failure") is not None} == {"elementwise.scale"}
     said = (tmp_path / "summary.md").read_text()
-    assert said.startswith("before\n## ❌ bi-audit: needs-fix") and script in said and "### Warnings" in said
+    assert said.startswith("before\n## ❌ bi-audit: needs-fix") and script in said and "Triton 3.0.0" in said
 
 
 def test_parameters_reach_the_command_line_as_they_are(tmp_path):
-    (_, audit), environment = steps(
-        {
-            "candidate": "a b.py:f",
-            "audit": "gemm dtype",
-            "op": "linear",
-            "parameters": "\nseed 3\ninputs x=bf16[4,8] $(touch hurt) \\ *\n",
-        },
-        tmp_path,
-    )
-    show = "bi-audit() { printf '%s\\n' \"$@\"; }\n"
-    said = shell(show + audit, tmp_path, **environment).stdout.splitlines()
-    assert said[:13] == [
-        "run",
-        "gemm",
-        "dtype",
-        "--candidate",
-        "a b.py:f",
-        "-p",
-        "op",
-        "linear",
-        "-p",
-        "seed",
-        "3",
-        "-p",
-        "inputs",
-    ]
-    assert said[13:16] == ["x=bf16[4,8] $(touch hurt) \\ *", "--dtype", "bf16"] and "--digests" not in said
-    assert not (tmp_path / "hurt").exists()
+    given = {"candidate": "a b.py:f", "audit": "gemm dtype", "op": "linear"}
+    given["parameters"] = "\nseed 3\ninputs x=bf16[4,8] $(touch hurt) \\ *\n"
+    (_, audit), environment = steps(given, tmp_path)
+    said = shell("bi-audit() { printf '%s\n' \"$@\"; }\n" + audit, tmp_path, **environment).stdout
+    told = "run|gemm|dtype|--candidate|a b.py:f|-p|op|linear|-p|seed|3|-p|inputs|x=bf16[4,8] $(touch hurt) \\ *|--dtype"
+    assert said.replace("\n", "|").startswith(told) and "--digests" not in said and not (tmp_path / "hurt").exists()
 
 
 def test_the_workflow_reads_every_input_and_runs_no_input_as_a_script():
@@ -526,15 +391,6 @@ def test_the_workflow_reads_every_input_and_runs_no_input_as_a_script():
     assert upload["if"] == "always()" and upload["with"]["path"] == "bi-audit/"
     job_context = [k for k, v in job["env"].items() if "job." in v]
     assert not job_context, "GitHub knows the job context in steps only"
-
-
-def test_the_workflow_of_tests_makes_what_the_makefile_has():
-    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())["jobs"]
-    job = jobs["make"]
-    made = re.findall(r'\["audit", "([\w-]+)"\]', job["strategy"]["matrix"]["target"])
-    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.M)
-    assert made == ["test-all", "test"] and {"audit", *made} <= {*targets}
-    assert (ROOT / ".ci" / "run").read_text().endswith("make test\n")
 
 
 @pytest.mark.parametrize("name", [title for kind, title, _ in BLOCKS if kind == "yaml"])
@@ -565,7 +421,7 @@ def test_the_document_is_true(tmp_path):
     shell("true", repository)  # makes the stub
     with ThreadPoolExecutor() as pool:  # only the digests build on each other
         list(pool.map(run, ([scripts[0]], [scripts[1]], scripts[2:])))
-    assert not any(len(c) for c in parsed((repository / "bi-audit" / "junit.xml").read_text()).values())
+    assert not any(len(c) for c in parsed((repository / "bi-audit" / "junit.xml").read_bytes()).values())
     assert (repository / "bi-audit" / "summary.md").read_text().startswith("## ✅ bi-audit: pass")
     assert json.loads((repository / "digests.json").read_text()) and (repository / "swiglu.ipynb").exists()
     assert set(re.findall(r"^\| `([a-z-]+)` \|", DOCUMENT, re.M)) >= {"--fail-on", *ci.LEVELS}

@@ -8,14 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from conftest import ROW
 from rich.console import Console
 
 from bi_kernels.audit import cli
-from bi_kernels.audit.findings import Row, write_rows
+from bi_kernels.audit.findings import Row
 from bi_kernels.audit.options import COMMANDS
 from bi_kernels.audit.parameters import defaults
 from bi_kernels.audit.report import markdown
-from bi_kernels.audit.runs import folder
+from bi_kernels.audit.runs.checked import QUICK_AUDITS
 from bi_kernels.audit.runs.runner import SECONDS, Board, audits
 
 ROOT = Path(__file__).parents[1]
@@ -38,16 +39,8 @@ def test_list_names_every_audit_with_its_parameters():
 
 def test_the_names_of_the_command_line_are_fixed():
     assert {*COMMANDS} == {"list", "run", "report", "locate", "mutate", "bench", "digest"}
-    assert {*cli.parser("run")._option_string_actions} >= {
-        "--candidate",
-        "--dtype",
-        "--shapes",
-        "--device",
-        "--seed",
-        "--out",
-        "-p",
-        "--jobs",
-    }
+    options = {"--candidate", "--dtype", "--shapes", "--device", "--seed", "--out", "-p", "--jobs", "--quick"}
+    assert {*cli.parser("run")._option_string_actions} >= options
 
 
 @pytest.mark.parametrize(
@@ -84,6 +77,7 @@ def test_a_usage_error_is_one_line_and_status_2(arguments, words, tmp_path, monk
     [
         ((), "interpreter-tiny"),
         (("--dtype", "bf16"), "interpreter-tiny-bf16"),
+        (("--quick",), "interpreter-tiny-quick-bf16"),
         (("-p", "op", "matmul", "--candidate", "torch"), "interpreter-tiny-torch-matmul"),
     ],
 )
@@ -100,56 +94,37 @@ def test_a_part_of_an_audit_does_not_take_the_place_of_the_whole(narrowed, name,
     [
         (("gemm", "attention", "dtype", "--jobs", "2"), ["gemm", "attention", "dtype"]),
         (("--jobs", "2"), sorted(SECONDS, key=SECONDS.get, reverse=True)),
-        (
-            (),
-            [
-                *("dtype", "elementwise", "gemm", "rms_norm", "vocabulary", "backward", "attention", "chain"),
-                *("training", "transformers", "random"),
-            ],
-        ),
+        ((), [name for name, audit in audits().items() if not audit.only_named]),
+        (("--quick",), QUICK_AUDITS),
     ],
-    ids=["as named", "the longest first", "in reading order"],
+    ids=["as named", "the longest first", "in reading order", "quick"],
 )
 def test_the_order_in_which_audits_start(arguments, order, tmp_path, monkeypatch, bi_audit):
     started = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("bi_kernels.audit.runs.runner.run", lambda names, *_: started.append(names))
     bi_audit("run", "--out", "out", *arguments)
-    assert started == [order]
-    assert {*SECONDS} == {name for name, audit in audits().items() if not audit.only_named}
+    assert started == [order] and {*SECONDS} == {n for n, audit in audits().items() if not audit.only_named}
 
 
-def test_a_clock_starts_with_its_audit_and_the_first_verdicts_are_told(tmp_path):
+def test_a_board_shows_what_audits_say_how_far_they_are_and_what_they_found():
     said = Console(file=io.StringIO(), width=200)
-    board = Board(["gemm", "dtype"], tmp_path, said)
-    board.begin("gemm")
-    gemm, dtype = board.progress.tasks
-    assert gemm.elapsed is not None and dtype.elapsed is None, "what waits has no clock yet"
-    board.line("gemm", "cell 3 20")
-    board.line("gemm", "whatever a library prints")
-    assert (gemm.completed, gemm.total, gemm.fields["word"]) == (3, 20, "starting")
-    built = folder.building(tmp_path, "gemm")
-    built.mkdir(parents=True)
-    for rows in ([ROW], [ROW, replace(ROW, verdict="needs-fix")]):
-        write_rows(built / "verdicts.json", [r.json() for r in rows])
-        board.count("gemm")
-    assert gemm.fields["word"] == "2 checks, 1 needs a fix"
-    assert said.file.getvalue().splitlines() == ["gemm: 1 check, 0 need a fix after 0 s"], "once"
-    assert board.end("gemm", True) >= 0 and gemm.finished and not dtype.finished
-
-
-@pytest.mark.parametrize("beside, said", [(2, "gemm: 1 check ran out of memory beside other audits"), (0, "")])
-def test_memory_that_other_audits_took_is_said(beside, said, tmp_path):
-    console = Console(file=io.StringIO(), width=200)
-    board = Board(["gemm"], tmp_path, console)
-    (tmp_path / "gemm").mkdir()
-    rows = (
-        ROW,
-        replace(ROW, verdict="needs-fix", detail="OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB"),
-    )
-    write_rows(tmp_path / "gemm" / "verdicts.json", [r.json() for r in rows])
-    board.short("gemm", beside)
-    assert console.file.getvalue().startswith(said) and bool(console.file.getvalue()) == bool(said)
+    board = Board(["any", "dtype"], said, "2 audits into out")
+    board.begin("any")
+    for line in (
+        "begun",
+        "cell 3 12",
+        "say f: 16 samples",
+        "asked 7 49",
+        "asked nonsense",
+        "whatever a library prints",
+    ):
+        board.line("any", line)
+    one, other = board.progress.tasks
+    assert (one.completed, one.total) == (7, 49) and one.elapsed is not None and other.elapsed is None
+    assert board.end("any", [ROW.json(), replace(ROW, verdict="needs-fix").json()]) >= 0 and one.finished
+    said = said.file.getvalue().splitlines()
+    assert said[:2] == ["2 audits into out", "any: f: 16 samples"] and "2 checks, 1 need" in said[2]
 
 
 LIGHT = """
@@ -166,29 +141,6 @@ finally:
 def test_help_and_list_load_nothing_that_takes_seconds(arguments):
     done = subprocess.run([sys.executable, "-c", LIGHT.format(arguments)], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.splitlines()[-1] == "[]", done
-
-
-def test_a_process_of_its_own_says_no_more_than_that_line():
-    done = by_itself("run", "gemm", "--dtype", "bf61")
-    assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1), done.stderr
-
-
-ROW = Row(
-    "gemm",
-    "linear",
-    "o",
-    "bi_kernels",
-    "bf16",
-    "interpreter",
-    "invariance",
-    "decode",
-    "packed",
-    "normal",
-    9,
-    "pass",
-    mismatches=0,
-    elements=100,
-)
 
 
 def write(folder: Path, *rows: Row) -> None:
@@ -237,35 +189,31 @@ def test_report_builds_the_matrix_from_verdicts(tmp_path, bi_audit):
     done = bi_audit("report", tmp_path)
     assert done.returncode == 0, done.err
     lines = (tmp_path / "README.md").read_text().splitlines()
-    found = {row["document"].split("](")[-1]: row for row in table(lines, "document", "what was asked")}
+    found = {row["report"].split("](")[-1]: row for row in table(lines, "report", "what was found")}
     assert {link: row["what was found"][0] for link, row in found.items()} == {
         "cpu/gemm/README.md)": "✅",
         "gpu/gemm/README.md)": "❌",
         "gpu/elementwise/README.md)": "❌",
-    }, "an uncaught control fails its document"
-    documents = {row["document"].split("](")[-1]: row for row in table(lines, "document", "verdicts")}
-    assert documents["gpu/gemm/README.md)"]["controls caught"] == "1 of 1"
-    assert documents["gpu/elementwise/README.md)"]["controls caught"] == "0 of 1"
-    gpu, cpu = (next(i for i, line in enumerate(lines) if f"{name}: op × relation" in line) for name in ("gpu", "cpu"))
-    assert gpu < cpu, "the folder with more documents comes first"
+    }, "an uncaught control fails its report"
+    assert found["gpu/gemm/README.md)"]["checks"].endswith("1 of 1")
+    assert found["gpu/elementwise/README.md)"]["checks"].endswith("0 of 1")
+    gpu, cpu = (next(i for i, line in enumerate(lines) if f"{name}: op × dtype" in line) for name in ("gpu", "cpu"))
+    assert gpu < cpu, "the folder with more reports comes first"
     matrix = {row["op"]: row for row in table(lines[gpu:cpu], "op")}
-    assert matrix["linear"]["forward invariance"] == "✅ bf16 ❌ fp16 ⬜ fp32", "one failing check is enough"
-    assert matrix["linear"]["forward accuracy"] == "✅ bf16" and matrix["linear"]["determinism"] == "–"
-    assert matrix["matmul"]["determinism"] == "✅ bf16" and matrix["silu"]["forward invariance"] == "✅ bf16"
+    assert matrix["linear"]["bf16"] == "✅" and matrix["linear"]["fp16"] == "❌ forward invariance", (
+        "one check is enough"
+    )
+    assert matrix["linear"]["fp32"].startswith("⬜") and matrix["matmul"]["fp16"] == "–"
     assert [row["op"] for row in table(lines[cpu:], "op")] == ["linear"], "a control is no op of the matrix"
     assert "unfinished" not in "\n".join(lines)
 
 
-def test_report_lists_an_audit_that_stopped_before_it_recorded_anything(tmp_path, bi_audit):
+def test_report_of_no_audit_and_of_one_that_stopped_before_it_recorded_anything(tmp_path, bi_audit):
+    assert bi_audit("report", tmp_path).returncode == 0 and "| report" not in (tmp_path / "README.md").read_text()
     write(tmp_path / "gemm", replace(ROW, op="", verdict="needs-fix", mismatches=None, elements=None))
     (tmp_path / "gemm" / "provenance.json").unlink()
     assert bi_audit("report", tmp_path).returncode == 0
-    assert "❌ needs-fix" in (tmp_path / "README.md").read_text()
-
-
-def test_report_of_an_empty_folder_says_so(tmp_path, bi_audit):
-    assert bi_audit("report", tmp_path).returncode == 0
-    assert "No document here yet" in (tmp_path / "README.md").read_text()
+    assert "| ❌" in (tmp_path / "README.md").read_text()
 
 
 def test_a_bar_in_a_table_is_no_column():

@@ -16,7 +16,7 @@ import pytest
 from bi_kernels.audit import cli
 from bi_kernels.audit.faults import UsageError
 from bi_kernels.audit.localiser import command as localiser
-from bi_kernels.audit.runs import quick, runner
+from bi_kernels.audit.runs import runner
 from mutation import command as mutants
 
 ROOT = Path(__file__).parents[1]
@@ -239,7 +239,6 @@ def test_the_readme_commands_are_right(command, tmp_path, monkeypatch):
     )
     started = []
     monkeypatch.setattr(runner, "run", lambda names, parameters, *rest: started.append((names, parameters)))
-    monkeypatch.setattr(quick, "run", lambda of_each, *rest: started.append(of_each) or {})
     monkeypatch.setattr(localiser, "run", lambda candidate, *rest: started.append(candidate) or "")
     monkeypatch.setattr(mutants, "run", lambda given, out: (started.append(given) or [], False))
     (tmp_path / "runs/interpreter-tiny").mkdir(parents=True)

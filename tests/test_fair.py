@@ -10,16 +10,13 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from conftest import slow_but
+from conftest import op_under_test, slow_but
 
 import bi_kernels as bi
 from bi_kernels.audit import audit
 from bi_kernels.audit.checks import forward, gradient
 from bi_kernels.audit.findings import needs_fix
-from bi_kernels.audit.registry import OPS
-from bi_kernels.audit.targets.op import OpUnderTest
-from bi_kernels.audit.targets.op_config import OpConfig
-from bi_kernels.contract import DTYPES, EPS
+from bi_kernels.contract import EPS
 
 ROWS, WIDTH = 20, 32
 G = torch.Generator().manual_seed(0)
@@ -30,14 +27,6 @@ S = torch.randn(5, 12, 16, generator=G)  # sequences
 HALF = X.bfloat16()
 
 
-def by_row(x):
-    return torch.stack([F.softmax(row, -1) for row in x])
-
-
-def in_chunks(x):
-    return torch.cat([part.exp() / part.exp().sum(-1, keepdim=True) for part in x.split(7)])
-
-
 def folded(p):
     """Sums over the last dimension, feature by feature."""
     total = p[..., 0]
@@ -46,24 +35,8 @@ def folded(p):
     return total
 
 
-def linear_by_feature(x):
-    return folded(x.float()[:, None] * W).to(x.dtype)
-
-
-def linear_from_the_end(x):
-    return folded((x.float()[:, None] * W).flip(-1)).to(x.dtype)
-
-
-def linear_by_row(x):
-    return torch.stack([W @ row for row in x])
-
-
 def rms_norm(x):
     return (x.float() * torch.rsqrt(folded(x.float() ** 2)[..., None] / x.shape[-1] + EPS)).to(x.dtype)
-
-
-def layer_norm_fp64(x):
-    return F.layer_norm(x.double(), x.shape[-1:]).to(x.dtype)
 
 
 def pairwise_mean(x):
@@ -93,14 +66,6 @@ def attention(q, k, v):
 def chosen_logprob(x, ids):
     chosen = torch.arange(x.shape[-1]) == ids[:, None]
     return x.double().log_softmax(-1).masked_fill(~chosen, 0).sum(-1).to(x.dtype)
-
-
-def in_place_on_a_clone(x):
-    return x.clone().mul_(2).relu_()
-
-
-def views(x):
-    return {"left": x[..., : WIDTH // 2], "right": x[..., WIDTH // 2 :], "whole": x.view(-1, 4, WIDTH // 4)}
 
 
 @dataclass
@@ -187,13 +152,13 @@ def triton_add(x, y):
 
 
 CALLABLES = {
-    "rows": (by_row, X),
-    "chunks": (in_chunks, X),
-    "linear by feature": (linear_by_feature, HALF),
-    "linear from the end": (linear_from_the_end, HALF),
-    "linear by row": (linear_by_row, X),
+    "rows": (lambda x: torch.stack([F.softmax(row, -1) for row in x]), X),
+    "chunks": (lambda x: torch.cat([p.exp() / p.exp().sum(-1, keepdim=True) for p in x.split(7)]), X),
+    "linear by feature": (lambda x: folded(x.float()[:, None] * W).to(x.dtype), HALF),
+    "linear from the end": (lambda x: folded((x.float()[:, None] * W).flip(-1)).to(x.dtype), HALF),
+    "linear by row": (lambda x: torch.stack([W @ row for row in x]), X),
     "rms norm": (rms_norm, HALF),
-    "layer norm in fp64": (layer_norm_fp64, X),
+    "layer norm in fp64": (lambda x: F.layer_norm(x.double(), x.shape[-1:]).to(x.dtype), X),
     "a tree": (pairwise_mean, X),
     "rope": (rope, S),
     "causal conv": (causal_conv, S),
@@ -202,9 +167,12 @@ CALLABLES = {
     "logprob": (chosen_logprob, X, IDS),
     "lookup": (lambda ids: W[ids], IDS),
     "integers": (lambda ids: ids * 2 + 1, IDS),
-    "in place on a clone": (in_place_on_a_clone, X),
+    "in place on a clone": (lambda x: x.clone().mul_(2).relu_(), X),
     "in place": (lambda x: x.mul_(2), X),
-    "views": (views, X),
+    "views": (
+        lambda x: {"left": x[..., : WIDTH // 2], "right": x[..., WIDTH // 2 :], "whole": x.view(-1, 4, WIDTH // 4)},
+        X,
+    ),
     "the input itself": (lambda x: x, X),
     "the input and a result": (lambda x: (x, 2 * x), X),
     "a dataclass": (lambda x: Out(x * 2, x + 1), X),
@@ -302,9 +270,7 @@ CANDIDATES = {
 
 def judged(op: str, dtype: str, function) -> list:
     """Returns the rows of every relation that a candidate is held to."""
-    case = next(iter(OPS[op].cases("tiny")))
-    problem = OpConfig(OPS[op], case, DTYPES[dtype], "tiny", torch.device("cpu"))
-    subject = OpUnderTest(problem, function, "test", "interpreter")
+    subject = op_under_test(op, function, dtype)
     return forward.judge(subject, examples=1) + gradient.judge_gradients(subject)
 
 

@@ -1,7 +1,6 @@
 """A candidate after which the GPU no longer answers: its check keeps the row, and the rest is judged in other
 processes."""
 
-import os
 import textwrap
 from pathlib import Path
 
@@ -11,7 +10,6 @@ from conftest import slow_but
 
 from bi_kernels.audit import faults, load, parallel
 from bi_kernels.audit.compare import Drift
-from bi_kernels.audit.executor import Died
 from bi_kernels.audit.findings import NEEDS_FIX
 
 ROOT = Path(__file__).parents[1]
@@ -93,28 +91,12 @@ def test_a_candidate_that_loses_it_more_often_is_asked_up_to_the_last_that_may_b
     assert not any("not asked" in r.detail for r in rows[:last])
 
 
-def test_where_no_other_process_would_go_on_a_row_says_what_was_raised():
+def test_a_check_asked_twice_has_two_names_and_none_where_no_other_process_would_go_on():
     assert faults.key("row") == "" and faults.instead("", "row") is None and faults.raised("", "row") == "row"
-
-
-def test_a_check_asked_twice_has_two_names():
     with faults.going_on({}):
         assert faults.key("row") != faults.key("row")
     with faults.going_on({}):
         assert faults.key("row").startswith("1 ")
-
-
-def test_an_error_of_a_part_is_raised_and_its_process_replaced_and_no_other_is(tmp_path):
-    with parallel.Processes(1, "elementwise", GIVEN) as pool:
-        first = pool.begin(process, 1, ()).result()[0]
-        assert pool.begin(process, 1, ()).result()[0] == first
-        with pytest.raises(Died, match="ZeroDivisionError"):
-            pool.begin(process, 0, ()).result()
-        assert pool.begin(process, 1, ()).result()[0] not in (first, os.getpid())
-
-
-def process(session, item):
-    return os.getpid() // item
 
 
 @pytest.mark.parametrize("others", [True, False], ids=["another process goes on", "in one process"])

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from test_docs import PYTHON, ROOT
 
-FIRST_ANSWER, COMMAND, QUICK = 60, 60, 2 * 60  # seconds of CPU at most, on whatever else runs beside this test
+FIRST_ANSWER, COMMAND, QUICK = 60, 60, 4 * 60  # seconds of CPU at most, on whatever else runs beside this test
 MINE = """import torch
 
 import bi_kernels as bi
@@ -48,21 +48,6 @@ def cloned(root: Path, place: Path) -> None:
     git("add", "--all", cwd=place)
     who = ["-c", "user.name=test", "-c", "user.email=test"]
     git(*who, "commit", "--quiet", "--no-verify", "--allow-empty", "--message", "changed", cwd=place)
-
-
-@pytest.mark.parametrize(
-    "name, text", [("test.log", "a line"), ("a note.md", "# A"), ("x.py", "import os"), ("a", "2")]
-)
-def test_a_checkout_with_a_file_of_ones_own_is_cloned_and_the_clone_is_clean(name, text, tmp_path):
-    root, place = tmp_path / "checkout", tmp_path / "clone"
-    root.mkdir()
-    git("init", "--quiet", cwd=root)
-    (root / "a").write_text("1")
-    git("add", "--all", cwd=root)
-    git("-c", "user.name=a", "-c", "user.email=a", "commit", "--quiet", "--message", "first", cwd=root)
-    (root / name).write_text(text)
-    cloned(root, place)
-    assert git("status", "--porcelain", cwd=place) == "" and (place / name).read_text() == text
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +107,7 @@ def test_the_first_hour(clone):
 def test_the_quick_run_of_every_op(clone):
     said, took = shell("bi-audit run --quick", clone)
     assert said.endswith("status 0\n") and " 0 need a fix" in said, said
-    assert took <= 2 * QUICK
+    assert took <= QUICK
     assert git("status", "--porcelain", cwd=clone) == "", "a run leaves the clone as it was"
 
 

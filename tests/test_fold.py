@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bi_kernels
-from bi_kernels.workbench.summation_order import Tree, draw, first_parting, order, over_k, over_tokens
+from bi_kernels.workbench.summation_order import Tree, draw, first_divergence, order, over_k, over_tokens
 
 FP16 = {"big": 2.0**15, "unit": 2.0**-24}
 
@@ -196,7 +196,7 @@ def test_the_first_sum_that_only_one_forms_and_the_ulp_at_the_end():
     a, b = order(slabs, 64), order(lambda v: slabs(v[:, :32]) + slabs(v[:, 32:]), 64)
     terms = np.repeat(np.float32([0, 1 / 16, 1 / 16, 1 / 16]), 16)
     terms[0] = 2**24  # beside it a 1 is lost and a 2 is not
-    table = first_parting(a, b, terms, ("whole", "split"))
+    table = first_divergence(a, b, terms, ("whole", "split"))
     assert table["sum over"].tolist() == ["32 … 47", "0 … 47", "48 … 63", "32 … 63", "0 … 63"]
     assert table["split"].tolist()[1] == "–" == table["whole"].tolist()[3]
     assert table["ULP"].tolist()[:4] == [0, "–", 0, "–"]

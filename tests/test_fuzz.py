@@ -1,6 +1,13 @@
-"""Every public name under odd calls: a sample of the fuzz, and its judge on functions that are broken on purpose."""
+"""Every public name under odd calls: a sample of the fuzz, and its judge on functions that are broken on purpose.
+
+    FUZZ="1000 2000" pytest tests/test_fuzz.py -n 2 --dist load    # 2,000 calls from number 1000 on
+
+A worker of pytest-xdist that a call crashes, or that has no answer after two minutes, fails that call alone.
+"""
 
 import os
+import resource
+import signal
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -15,12 +22,18 @@ from fuzz_values import OTHERWISE, TENSORS
 import bi_kernels as bi
 from bi_kernels.scalars import check_type
 
+FIRST, COUNT = map(int, os.environ.get("FUZZ", "0 150").split())
+SECONDS, MEMORY = 120, 24 * 2**30  # of a call without an answer; of a process's addresses, where many are called
+VERDICTS: Counter = Counter()
+
 
 @pytest.fixture(scope="module", autouse=True)
 def world():
     """One process that stands for all ranks, as TensorParallel wants it."""
     before = Path.cwd()
     fuzz.world()
+    if "FUZZ" in os.environ:
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     yield
     torch.distributed.destroy_process_group()
     os.chdir(before)
@@ -32,13 +45,21 @@ def test_every_public_name_is_called():
     assert {*OTHERWISE} <= {*TENSORS}
 
 
-def test_a_sample_of_odd_calls_is_right_or_one_sentence():
-    verdicts = Counter()
-    for number in range(150):
-        case, verdict, said = fuzz.one(number)
-        assert verdict != "wrong", f"python tests/fuzz.py --one {number}: {case.name}, {case.said}: {said}"
-        verdicts[verdict] += 1
-    assert min(verdicts["right"], verdicts["refused"]) > 25
+@pytest.mark.parametrize("number", range(FIRST, FIRST + COUNT))
+def test_an_odd_call_is_right_or_one_sentence(number):
+    signal.alarm(SECONDS)
+    try:
+        case = fuzz.drawn(number)
+        verdict, said = judge(case)
+    finally:
+        signal.alarm(0)
+    assert verdict != "wrong", f"{case.name}, {case.said}: {said}"
+    VERDICTS[verdict] += 1
+
+
+def test_many_calls_are_right_and_many_refused():
+    if VERDICTS.total() >= 100:
+        assert min(VERDICTS["right"], VERDICTS["refused"]) > VERDICTS.total() / 6
 
 
 def test_an_embedding_that_is_shared_knows_its_padding_and_asks_for_tensors_that_can_be_saved():
@@ -92,7 +113,6 @@ PLANTED = {
     "another zero": (returning(lambda x: -bi.silu(x * 0)), "wrong", "other bits"),
     "another dtype": (returning(lambda x: bi.silu(x).double()), "wrong", "torch.float64"),
     "another shape": (returning(lambda x: bi.silu(x)[:1]), "wrong", "(1, 4)"),
-    "another function": (bi.gelu, "wrong", "the reference"),
     "a write": (returning(lambda x: (bi.silu(x), x.zero_())[0]), "wrong", "it wrote"),
     "no plain call": (lambda x: check_type("silu", "x", x, int, "") if x.is_contiguous() else x, "wrong", "the plain"),
 }
@@ -113,17 +133,3 @@ def test_a_gradient_of_other_bits_is_told():
     assert judge(Case("silu", lambda x: bi.silu(x), (x,), backward=True)) == ("right", "")
     found, said = judge(Case("silu", lambda x: double(x), (x.detach().requires_grad_(),), backward=True))
     assert found == "wrong" and said.startswith("result 1 has other bits"), said
-
-
-@pytest.mark.slow
-def test_a_crash_is_a_wrong_call_and_the_others_go_on(tmp_path):
-    script = tmp_path / "crash.py"
-    script.write_text(
-        f"import os, sys\nsys.path.insert(0, {str(Path(fuzz.__file__).parent)!r})\nimport fuzz\n"
-        "one = fuzz.one\nfuzz.one = lambda number: os.abort() if number == 1 else one(number)\n"
-        "fuzz.world()\nfuzz.child(*map(int, sys.argv[2:]))\n"
-    )
-    found = list(fuzz.in_children(0, 3, str(script)))
-    assert [number for number, *_ in found] == [0, 1, 2]
-    assert [verdict == "wrong" for _, _, verdict, _ in found] == [False, True, False]
-    assert found[1][3] == "the process ended with -6"

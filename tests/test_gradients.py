@@ -17,8 +17,7 @@ from bi_kernels.audit.checks import gradient as gradients
 from bi_kernels.audit.checks import long_sequences
 from bi_kernels.audit.checks.gradient import DETERMINISM, INVARIANCE, NO_GRAD_NEEDED
 from bi_kernels.audit.controls import run as broken
-from bi_kernels.audit.controls.gradient import GRADIENT_CONTROLS
-from bi_kernels.audit.controls.replaced_backward import with_backward
+from bi_kernels.audit.controls.gradient import GRADIENT_CONTROLS, with_backward
 from bi_kernels.audit.findings import NEEDS_FIX, PASS, UNSUPPORTED, Row
 from bi_kernels.audit.layouts import VIEWS, Call, layouts
 from bi_kernels.audit.session import start

@@ -3,6 +3,7 @@
 golden/interpreter_sm90.npz holds what the GPU answered, as tools/record_golden.py recorded it.
 """
 
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from triton._C.libtriton import ir
 from triton.runtime import interpreter as stock
@@ -20,11 +21,13 @@ from triton.runtime.interpreter import TensorHandle
 from bi_kernels import interpreter
 from bi_kernels.interpreter import formats, launch, tensor_core, tensors
 
+sys.path.append(str(Path(__file__).parents[1] / "tools"))
+from record_golden import BINARY, TERNARY, bits, cast, elementwise
+
 pytestmark = pytest.mark.skipif(not interpreter.interpreting(), reason="needs TRITON_INTERPRET=1")
 interpreter.install()
 
 GOLDEN = dict(np.load(Path(__file__).parent / "golden" / "interpreter_sm90.npz"))
-INT = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def keys(*prefixes: str) -> list[str]:
@@ -34,10 +37,6 @@ def keys(*prefixes: str) -> list[str]:
 
 def golden(key: str, dtype: str) -> torch.Tensor:
     return torch.from_numpy(GOLDEN[key]).view(getattr(torch, dtype))
-
-
-def bits(t: torch.Tensor) -> np.ndarray:
-    return t.contiguous().view(INT[t.element_size()]).numpy()
 
 
 def assert_bits(actual: torch.Tensor, expected, *inputs: torch.Tensor):
@@ -72,36 +71,11 @@ def run_dot(a, b, c, step=None, precision=None):
 
 
 @triton.jit
-def elementwise(a, b, c, out, n, OP: tl.constexpr):
+def others(a, b, c, out, n, OP: tl.constexpr):
+    """Operations that the recorder's `elementwise` lacks."""
     at = tl.program_id(0) * 256 + tl.arange(0, 256)
-    x, y, z = tl.load(a + at, mask=at < n), tl.load(b + at, mask=at < n), tl.load(c + at, mask=at < n)
-    if OP == "add":
-        r = x + y
-    elif OP == "sub":
-        r = x - y
-    elif OP == "mul":
-        r = x * y
-    elif OP == "div":
-        r = tl.div_rn(x, y)
-    elif OP == "maximum":
-        r = tl.maximum(x, y)
-    elif OP == "minimum":
-        r = tl.minimum(x, y)
-    elif OP == "maximum_nan":
-        r = tl.maximum(x, y, propagate_nan=tl.PropagateNan.ALL)
-    elif OP == "minimum_nan":
-        r = tl.minimum(x, y, propagate_nan=tl.PropagateNan.ALL)
-    elif OP == "neg":
-        r = -x
-    elif OP == "abs":
-        r = tl.abs(x)
-    elif OP == "fma":
-        r = tl.fma(x, y, z)
-    elif OP == "clamp":
-        r = tl.clamp(x, y, z)
-    elif OP == "clamp_nan":
-        r = tl.clamp(x, y, z, propagate_nan=tl.PropagateNan.ALL)
-    elif OP == "less":
+    x, y = tl.load(a + at, mask=at < n), tl.load(b + at, mask=at < n)
+    if OP == "less":
         r = tl.where(x < y, 1.0, 0.0).to(x.dtype)
     elif OP == "constant":
         r = x * 0 + 1.7
@@ -126,13 +100,6 @@ def _add(x, y):
 
 
 @triton.jit
-def cast(a, out, n, ROUNDING: tl.constexpr):
-    at = tl.program_id(0) * 256 + tl.arange(0, 256)
-    x = tl.load(a + at, mask=at < n)
-    tl.store(out + at, x.to(out.dtype.element_ty, fp_downcast_rounding=ROUNDING), mask=at < n)
-
-
-@triton.jit
 def store(a, out, n):
     at = tl.program_id(0) * 256 + tl.arange(0, 256)
     tl.store(out + at, tl.load(a + at, mask=at < n), mask=at < n)
@@ -140,7 +107,8 @@ def store(a, out, n):
 
 def run_elementwise(op, a, b=None, c=None):
     out = torch.empty_like(a)
-    elementwise[(triton.cdiv(a.numel(), 256),)](a, a if b is None else b, a if c is None else c, out, a.numel(), OP=op)
+    kernel = elementwise if op in (*BINARY, *TERNARY) else others
+    kernel[(triton.cdiv(a.numel(), 256),)](a, a if b is None else b, a if c is None else c, out, a.numel(), OP=op)
     return out
 
 
@@ -283,23 +251,14 @@ def test_casts(key):
         assert_bits(implicit, GOLDEN[key], a)
 
 
-def assert_rounds_like_torch(x: torch.Tensor):
+def test_rounding_to_bf16_around_every_tie():
+    top = np.arange(2**16, dtype=np.uint32)[:, None] << 16
+    around = top + np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=np.uint32)
+    x = torch.from_numpy(around.ravel().view(np.float32))
     x = x[~x.isnan()]
     out = torch.empty(x.shape, dtype=torch.bfloat16)
     store[(triton.cdiv(x.numel(), 256),)](x, out, x.numel())
     assert_bits(out, bits(x.bfloat16()), x)
-
-
-@settings(max_examples=25, deadline=None)
-@given(st.binary(min_size=1024, max_size=4096).filter(lambda b: len(b) % 4 == 0))
-def test_rounding_to_bf16(raw):
-    assert_rounds_like_torch(torch.frombuffer(bytearray(raw), dtype=torch.float32))
-
-
-def test_rounding_to_bf16_around_every_tie():
-    top = np.arange(2**16, dtype=np.uint32)[:, None] << 16
-    around = top + np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=np.uint32)
-    assert_rounds_like_torch(torch.from_numpy(around.ravel().view(np.float32)))
 
 
 def test_sum_makes_the_nan_of_the_gpu():

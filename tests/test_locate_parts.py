@@ -1,4 +1,4 @@
-"""Parts of the localiser: digests that see every bit, readings of shapes, arguments that a kernel only reads."""
+"""Parts of the localiser: digests that see every bit, readings of shapes, launches."""
 
 import numpy as np
 import pytest
@@ -6,10 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from bi_kernels.audit.localiser.tracing import digest_kernel
-from bi_kernels.audit.localiser.tracing.digest import rows, whole
+from bi_kernels.audit.localiser.tracing.digest import SPLIT, by_kernel, rows, whole, words_of
 from bi_kernels.audit.localiser.tracing.geometry import Geometry, Tokens
-from bi_kernels.audit.localiser.tracing.read_only import only_read
 from bi_kernels.audit.localiser.tracing.trace import Trace, tracing
 
 
@@ -31,18 +29,13 @@ def test_a_digest_sees_every_bit_and_the_place():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.half, torch.int8, torch.uint8, torch.int32])
 def test_the_kernel_of_digests_agrees_with_torch(dtype):
     drawn = lambda *shape: torch.randint(-128, 128, (shape[0], *shape[1:]), dtype=torch.int8).to(dtype)
-    by_kernel = lambda t, dims: digest_kernel.digest_rows(t, digest_kernel.memory_layout(t.shape, t.stride(), dims))
     odd = drawn(3, 5, 8)
-    views = [(drawn(*shape), 1) for shape in ((1, 1), (1, 2), (3, 10), (17, 7), (33, 130), (1, 5000), (40, 64))]
-    views += [(odd.transpose(0, 1), 2), (odd.transpose(1, 2), 1), (odd[:, :, 1:5], 2), (odd[:, 1:, ::2], 1)]
-    views += [(odd[..., None].expand(3, 5, 8, 3), 1), (odd[0, 0, 0], 0), (odd.view(3, 5, 2, 4).permute(2, 0, 3, 1), 2)]
-    views += [(drawn(7), 1), (drawn(7)[::3], 1), (drawn(43)[1:].view(6, 7), 1), (drawn(41)[1:].view(5, 8), 1)]
-    for x, dims in views:
-        flat = x.reshape(x.shape[:dims].numel(), -1)
-        assert torch.equal(rows(flat, len(flat)), by_kernel(x, dims)), (x.shape, x.stride(), dims)
-    long = drawn(2, digest_kernel.SPLIT + 6)
-    assert torch.equal(rows(long, 2), by_kernel(long, 1))
-    assert not torch.equal(rows(long, 2), by_kernel(long.flip(1), 1))
+    views = [drawn(*shape) for shape in ((1, 1), (1, 2), (3, 10), (17, 7), (33, 130), (1, 5000), (40, 64))]
+    views += [odd[:, 0, 1:5], odd[:, 1], odd.mT[0], odd[0, :, ::2], drawn(43)[1:].view(6, 7), drawn(41)[1:].view(5, 8)]
+    long = drawn(2, SPLIT + 6)
+    for x in (*views, long):
+        assert torch.equal(rows(x, len(x)), by_kernel(words_of(x))), (x.shape, x.stride())
+    assert not torch.equal(rows(long, 2), by_kernel(words_of(long.flip(1))))
 
 
 def test_a_view_of_the_same_rows_is_digested_once_until_they_are_written():
@@ -72,87 +65,19 @@ def test_readings_say_which_dimensions_hold_tokens():
 
 
 @triton.jit
-def _put(where, x, at):
-    tl.store(where + at, tl.load(x + at).to(where.dtype.element_ty))
+def _put(where, x, index):
+    at = tl.load(index)
+    tl.store(where + at, tl.load(x + at))
 
 
-@triton.jit
-def _further(p, by):
-    return p + by
-
-
-@triton.jit
-def _half(p, n):
-    if n > 1:
-        _half(p, n // 2)
-
-
-@triton.jit
-def _writing(x, alias, helped, moved, again, both, kept, chosen, added, named, far, rec, index, n, BLOCK: tl.constexpr):
-    at = tl.arange(0, BLOCK)
-    p = alias + tl.load(index + at)
-    tl.store(p, tl.load(x + at), mask=at < n)
-    _put(helped, x=x, at=at)
-    moved += at
-    tl.store(moved, 0.0)
-    for _ in range(n):
-        q = again + at
-    tl.store(q, 0.0)
-    left, (right, _) = both + at, (kept + at, at)
-    tl.store(left, tl.load(right))
-    tl.store(tl.where(at < n, chosen, x.to(chosen.dtype)) if BLOCK == 1 else chosen + at, 0.0)
-    tl.atomic_add(added + at, 1.0)
-    tl.store(pointer=named + at, value=0.0)
-    tl.store(_further(far, at), tl.load(_further(p=kept, by=at)))
-    _half(rec, n)
-
-
-@triton.jit
-def _reading(x, y, index, k, out, n, BLOCK: tl.constexpr):
-    at = tl.load(index + tl.arange(0, BLOCK))
-    given, more = (x, y), n
-    left, right = given
-    x += at
-    total = tl.load(left + at) + tl.load(x) + tl.load(_further(k, at))
-    if y is not None:
-        total += tl.load(right + at).to(tl.float32)
-    tl.store(out + at, (total * more).to(x.dtype.element_ty), mask=at < n)
-
-
-@triton.jit
-def _odd(x, out, n):
-    values = [x + i for i in range(3)]
-    tl.store(out, tl.load(values[0]))
-
-
-@triton.jit
-def _put_second(at, *to):
-    tl.store(to[1] + at, 1.0)
-
-
-@triton.jit
-def _several(x, out, n, BLOCK: tl.constexpr):
-    at = tl.arange(0, BLOCK)
-    _put_second(at, x, out)
-
-
-def test_what_a_helper_takes_several_of_may_be_written():
-    assert not {"x", "out"} & only_read(_several)
-
-
-def test_a_kernel_only_reads_what_no_name_writes_through():
-    assert only_read(_writing) == {"kept", "index"}  # x may be chosen
-    assert {"x", "y", "index", "k"} <= only_read(_reading) and "out" not in only_read(_reading)
-    assert not {"x", "out"} & only_read(_odd) and only_read(_put) == {"x"}
-
-
-def test_what_a_launch_only_reads_is_not_written_unless_it_shares_memory():
-    trace, x, out, both = Trace({}, {}, {}), torch.randn(6, 4), torch.zeros(6, 4), torch.randn(12, 4)
+def test_a_launch_has_not_written_what_is_as_it_was():
+    trace, x, out, index = Trace({}, {}, {}), torch.randn(6, 4), torch.zeros(6, 4), torch.ones(1, dtype=torch.int32)
     trace.begin(Geometry(np.arange(6)[None], Tokens((6,))))
-    with tracing(trace):
-        _put[(1,)](out, x, 0)
-        _put[(1,)](both[:6], both[6:], 0)
-    apart, shared = trace.events[0]
-    assert apart.outputs[1].digests is apart.inputs[1].digests and not trace.store(x).writers
-    assert apart.outputs[0].digests is not apart.inputs[0].digests and trace.store(out).writers == [(0, 0, 0)]
-    assert shared.outputs[1].digests is not shared.inputs[1].digests and len(trace.store(both).writers) == 2
+    with tracing(trace), trace.recording():
+        _put[(1,)](out, x, index)
+        _put[(1,)](index, index, torch.zeros_like(index))  # writes what is there
+    (launch, _), equal = (
+        trace.events[0],
+        lambda k: launch.inputs[k].digests[0].rows.equal(launch.outputs[k].digests[0].rows),
+    )
+    assert not equal(0) and equal(1) and not trace.store(index).writers

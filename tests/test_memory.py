@@ -21,14 +21,14 @@ def others(monkeypatch):
         return held["bytes"]
 
     monkeypatch.setattr(memory, "_held_by_others", look)
-    monkeypatch.setattr(memory, "_vain", set())
+    monkeypatch.setattr(memory, "_in_vain", set())
     monkeypatch.setattr(memory, "LOOK", 0.001)
     monkeypatch.setattr(memory, "STILL", 0.05)
     return held
 
 
 def check(fits_at: int, error: type = OutOfMemoryError):
-    """A check that fits when it is called for the n-th time."""
+    """A check that fits when it is called for the n-th time, and how often it was called."""
     called = []
 
     def thunk():
@@ -40,29 +40,25 @@ def check(fits_at: int, error: type = OutOfMemoryError):
     return thunk, called
 
 
-def test_what_fits_is_called_once(others):
-    assert memory.patiently(check(1)[0]) == 1
-
-
-def test_what_does_not_fit_is_called_again_while_others_give_back(others):
-    assert memory.patiently(check(5)[0]) == 5
+@pytest.mark.parametrize("how", [memory.patiently, memory.in_turn])
+@pytest.mark.parametrize("fits_at", [1, 5])
+def test_a_check_is_made_again_while_others_give_back(how, fits_at, others):
+    assert how(check(fits_at)[0]) == fits_at and not memory._mine
 
 
 def test_where_nobody_gives_back_it_raises_and_does_not_wait_again(others):
     others["less"] = 0
     thunk, called = check(10**9)
-    with pytest.raises(OutOfMemoryError):
-        memory.patiently(thunk)
-    waited = len(called)
-    assert waited > 3
-    with pytest.raises(OutOfMemoryError):
-        memory.patiently(thunk)
-    assert len(called) == waited + 2
+    waited = []
+    for _ in range(2):
+        with pytest.raises(OutOfMemoryError):
+            memory.patiently(thunk)
+        waited.append(len(called))
+    assert waited[0] > 3 and waited[1] == waited[0] + 2
 
 
 def test_a_check_inside_one_that_waited_does_not_wait_for_itself(others):
-    inner = check(3)[0]
-    called = []
+    inner, called, ended = check(3)[0], [], []
 
     def outer():
         called.append(0)
@@ -70,7 +66,6 @@ def test_a_check_inside_one_that_waited_does_not_wait_for_itself(others):
             raise OutOfMemoryError("too little")
         return memory.patiently(inner)
 
-    ended = []
     thread = threading.Thread(target=lambda: ended.append(memory.patiently(outer)), daemon=True)
     thread.start()
     thread.join(20)
@@ -82,16 +77,3 @@ def test_another_error_is_raised_at_once(others):
     with pytest.raises(ValueError, match="too little"):
         memory.patiently(thunk)
     assert len(called) == 1
-
-
-def test_who_takes_much_waits_for_its_turn_and_asks_again(others, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
-    assert memory.in_turn(check(3)[0]) == 3 and not memory._mine
-    assert memory.in_turn(lambda: bool(memory._mine))
-
-
-def test_where_no_gpu_is_in_use_nobody_looks_what_others_hold(monkeypatch):
-    monkeypatch.setattr(memory, "_held_by_others", lambda: 1 / 0)
-    assert memory.in_turn(check(1)[0]) == 1
-    with pytest.raises(OutOfMemoryError):
-        memory.in_turn(check(2)[0])

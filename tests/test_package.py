@@ -23,6 +23,8 @@ PROJECT, TRITON = TOML["project"], CONTRACT["triton"]
 PYTHONS = [c.split(" :: ")[-1] for c in PROJECT["classifiers"] if c.startswith("Programming Language :: Python :: 3.")]
 PINNED = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
 RUNNING = "{}.{}".format(*sys.version_info)
+FOLDERS = "bi_kernels", "benchmarks", "mutation", "notebooks", "tests"
+COMPILE = "import sys; [compile(open(p, encoding='utf-8').read(), p, 'exec') for p in sys.argv[1:]]"
 MINOR = "import sys; print('{}.{}'.format(*sys.version_info))"
 
 
@@ -105,22 +107,11 @@ def python_of(version: str) -> str:
 
 
 @pytest.mark.parametrize("version", sorted({*PYTHONS, RUNNING}))
-def test_every_python_reads_the_sources(version):
-    code = "import sys; [compile(open(p, encoding='utf-8').read(), p, 'exec') for p in sys.argv[1:]]"
-    sources = [
-        ROOT / name
-        for name in sorted(
-            files("bi_kernels") | files("benchmarks") | files("mutation") | files("notebooks") | files("tests")
-        )
-        if name.endswith(".py")
-    ]
-    done = run(python_of(version), "-W", "error", "-c", code, *sources)
-    assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("version", sorted({*PYTHONS, RUNNING}))
-def test_every_python_with_an_environment_runs_the_wheel(version, installed, tmp_path):
+def test_every_python_reads_the_sources_and_with_an_environment_runs_the_wheel(version, installed, tmp_path):
     python = python_of(version)
+    sources = [ROOT / name for folder in FOLDERS for name in sorted(files(folder)) if name.endswith(".py")]
+    done = run(python, "-W", "error", "-c", COMPILE, *sources)
+    assert done.returncode == 0, done.stderr
     if run(python, "-c", "import torch, triton, numba, papermill, rich", cwd=tmp_path).returncode:
         pytest.skip(f"Python {version} has no environment here: make test PYTHON=python{version} VENV=.venv-{version}")
     smoke(python, installed, tmp_path)

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from itertools import product
 
 import pytest
 import torch
@@ -13,14 +14,12 @@ from bi_kernels.audit import start
 from bi_kernels.audit.compare import Drift
 from bi_kernels.audit.findings import NEEDS_FIX, PASS, Row, verdict_of
 from bi_kernels.audit.index import page, report
-from bi_kernels.contract import SWEEP
 from helpers.recipes import products, script, summary
 from helpers.recipes import session as sessions
-from helpers.recipes.products import BOTH, DIRECTIONS, OURS, PLAIN, STARVED, THEIRS, UNSPLIT, Recipe, numbers
+from helpers.recipes.products import DIRECTIONS, PLAIN, STARVED, THEIRS, UNSPLIT, Recipe, numbers
 
-TOLD = {"largest": 9, "rows": [1, 2, 8], "timed": [], "shapes": {"a": (16, 64)}, "device": "cpu", "dtype": "bf16"} | {
-    "seed": 0
-}
+TOLD = {"largest": 9, "rows": [1, 2, 8], "timed": [], "shapes": {"a": (16, 64)}}
+TOLD |= {"device": "cpu", "dtype": "bf16", "seed": 0}
 
 
 def halved(x, weight):
@@ -41,8 +40,8 @@ def test_a_recipe_that_depends_on_m_is_found_at_the_m_at_which_it_does():
 
 def test_another_order_of_a_sum_shows_in_what_is_drawn_of_either():
     x, w, dy = numbers(3, 96, 64, torch.float32, "cpu", 0)
-    for product, reverse in ((x @ w.t(), x.flip(1) @ w.flip(1).t()), (dy @ w, dy.flip(1) @ w.flip(0))):
-        assert (product != reverse).double().mean() > 0.5
+    for plain, reverse in ((x @ w.t(), x.flip(1) @ w.flip(1).t()), (dy @ w, dy.flip(1) @ w.flip(0))):
+        assert (plain != reverse).double().mean() > 0.5
     assert (x @ w.t()).abs().mean() < (x.abs() @ w.abs().t()).mean() / 4, "it vanishes"
     assert (dy @ w).abs().mean() < (dy.abs() @ w.abs()).mean() / 4
 
@@ -86,44 +85,18 @@ def test_the_users_own_environment_is_not_a_recipe(monkeypatch):
     assert not STARVED.environment.keys() & seen[1].keys()
 
 
-def found_of(up_to: int, ms: float, direction: str = "forward", why: str = "") -> dict:
-    """What a recipe that drifts up to some M in a direction leaves, of two shapes, the second sound."""
-    asked = [(c, d, m) for c in ("o", "k of Qwen3-8B") for d in DIRECTIONS for m in SWEEP["rows"]]
-    wrong = lambda c, d, m: (c, d) == ("o", direction) and m <= up_to
-    drift = lambda *at: {"drift": Drift(7 if wrong(*at) else 0, 4096)}
-    cells = [{"case": c, "direction": d, "M": m} | drift(c, d, m) for c, d, m in asked]
-    cells += [{"case": c, "direction": d, "M": m, "ms": ms if m == 16 else 1.0} for c, d, m in asked if m in (1, 16)]
-    return {"what": "something"} | summary.collected(() if why else cells) | ({"why": [why]} if why else {})
-
-
-def document(**changed) -> dict:
-    recipes = {
-        PLAIN.name: found_of(300, 1.0),
-        STARVED.name: found_of(3, 1.0, "dX"),
-        UNSPLIT.name: found_of(1, 7.4),
-        BOTH.name: found_of(2, 8.3, "dX"),
-        OURS.name: found_of(0, 1.1),
-    }
-    shapes = {"o": (4096, 4096), "k of Qwen3-8B": (1024, 4096)}
-    of = {"device": "NVIDIA H100", "torch": "2.11.0+cu128", "dtype": "bf16", "largest": 8192, "rows": SWEEP["rows"]}
-    return of | {"shapes": shapes, "recipes": recipes | changed}
-
-
-SOUND, LOST = found_of(0, 1.0), found_of(0, 1.0, why="torch 2.9 takes no pair")
-
-
 def test_report_and_index_lead_with_the_finding_and_our_verdict_comes_after_it(tmp_path):
     place = tmp_path / "gpu" / "recipes"
     place.mkdir(parents=True)
     ours = Row("recipes", "linear", "o", "bi_kernels", "bf16", "gpu", "invariance", "rows", "", "", 1, PASS, 0, 64)
     rows = [ours.json(), ours.as_control().json() | {"caught": True}]
     (place / "verdicts.json").write_text(json.dumps(rows))
-    found, verdict = summary.finding(document()), "every bit agrees"
+    found, verdict = "A finding about cuBLAS.", "very bit agrees"
     (place / report.FINDING).write_text(found)
-    first = report.page("# Does it help?\n\nText.", place, rows).splitlines()[2]
-    assert first.startswith(f"**{found}**") and found in first.partition(verdict)[0] and "linear" not in found
+    first = report.page("# Does it help?\n\nText.", place, rows).splitlines()[4]
+    assert first.startswith(found) and found in first.partition(verdict)[0] and "linear" not in found
     (line,) = (row for row in page.report(tmp_path)["README.md"].splitlines() if row.startswith("| [recipes](gpu/"))
-    cell = line.split("|")[3].strip()
+    cell = line.split("|")[2].strip()
     assert cell.startswith(found) and cell.index("✅") < cell.index(verdict)
 
 
@@ -155,13 +128,8 @@ class Process:
         if self.recipe is UNSPLIT:
             raise sessions.Died("a:b", 1, ["RuntimeError: torch 2.9 takes no pair"])
         wrong = lambda m: 5 if self.recipe in (PLAIN, STARVED) and m < 3 else 0
-        at = [
-            {"case": c, "direction": d, "M": m}
-            for c in self.told["shapes"]
-            for d in DIRECTIONS
-            for m in self.told["rows"]
-        ]
-        return [cell | {"drift": Drift(wrong(cell["M"]), 64)} for cell in at]
+        every = product(self.told["shapes"], DIRECTIONS, self.told["rows"])
+        return [{"case": c, "direction": d, "M": m, "drift": Drift(wrong(m), 64)} for c, d, m in every]
 
 
 def test_a_recipe_whose_process_ends_leaves_a_sentence_and_the_others(monkeypatch, tmp_path):
@@ -185,10 +153,8 @@ def test_a_recipe_whose_process_ends_leaves_a_sentence_and_the_others(monkeypatc
     assert json.loads((tmp_path / summary.FILE).read_text())["recipes"] == json.loads(json.dumps(found))["recipes"]
     assert found["recipes"][STARVED.name]["script"] == "repro/starved_cuBLAS.py"
     controls = run.controls()
-    assert [(r.candidate, r.caught) for r in controls] == [
-        *[(products.BROKEN.name, True)] * 2,
-        *[(PLAIN.name, True)] * 2,
-    ]
+    names = [products.BROKEN.name] * 2 + [PLAIN.name] * 2
+    assert [(r.candidate, r.caught) for r in controls] == [(name, True) for name in names]
     assert verdict_of(run.rows) == NEEDS_FIX
 
 

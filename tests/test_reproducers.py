@@ -175,7 +175,7 @@ def test_every_drift_of_a_gradient_is_reproduced(ops, tmp_path):
 @pytest.mark.slow
 def test_every_drift_of_a_registered_op_is_reproduced(ops, tmp_path):
     s, candidate = registered_op(ops, "linear")
-    rows = [*forward.by_row_count(s), *forward.invariance(s, only=("singles", "decode")), *forward.by_view(s)]
+    rows = [*forward.by_row_count(s), *forward.by_layout(s, only=("singles", "decode")), *forward.by_view(s)]
     rows += [r for r in gradient.by_split(s) if r.relation == gradient.INVARIANCE or r.against == NO_GRAD_NEEDED]
     drifting = [r for r in rows if r.mismatches]
     shown = script.verify_scripts(scripts(s, candidate, rows, tmp_path / "repro"))
@@ -272,29 +272,24 @@ def scores(x, weight):
     return x @ weight.T
 
 
-TEXTS = {  # a row's layout: the line of its second call, in the plainest script
-    "singles": "other = torch.cat([scores(x[rows], weight) for rows in [[i] for i in [0, 1, 3, 4, 5, 6, 8, 9, 10, 11",
-    "rows:3": "other = torch.cat([scores(x[rows], weight) for rows in [[0, 1, 2]]])",
-    "micro_batches:ragged": "other = torch.cat([scores(x[rows], weight) for rows in [range(0, 6), range(6, 20)]])",
-    "padded": "other = target.compute([[0, 1, 2",
-    "inference_mode": "other = in_mode(target, 'inference_mode', target.every)[0]",
-    "a slice of a batch": "other = placed(target, 'a slice of a batch')[0]",
+TEXTS = {  # of an output or a gradient, a row's layout: the line of its second call, in the plainest script
+    "out singles": "torch.cat([scores(x[rows], weight) for rows in [[i] for i in [0, 1, 3, 4, 5, 6, 8, 9, 10, 11",
+    "out rows:3": "torch.cat([scores(x[rows], weight) for rows in [[0, 1, 2]]])",
+    "out micro_batches:ragged": "torch.cat([scores(x[rows], weight) for rows in [range(0, 6), range(6, 20)]])",
+    "out padded": "target.compute([[0, 1, 2",
+    "out inference_mode": "in_mode(target, 'inference_mode', target.every)[0]",
+    "out a slice of a batch": "placed(target, 'a slice of a batch')[0]",
+    "dweight micro_batches:ragged": "step.gradients([range(0, 6), range(6, 20)])['dweight']",
 }
 
 
-@pytest.mark.parametrize("layout", TEXTS)
-def test_a_script_has_the_op_its_inputs_and_two_calls(layout, tmp_path):
+@pytest.mark.parametrize("what", TEXTS)
+def test_a_script_has_the_op_its_inputs_and_two_calls(what, tmp_path):
+    tensor, _, layout = what.partition(" ")
     t = CallableTarget(scores, (X, X[:5].clone()), {}, 0, (), (), "scores", 0, ("x", "weight"))
-    row = t.row("invariance", layout, Drift(3, 100, 1.0), rows=3)
+    more = {"tensor": tensor} if tensor == "dweight" else {}
+    row = t.row("gradient invariance" if more else "invariance", layout, Drift(3, 100, 1.0), rows=3, **more)
     text = Writer(t, "", "", tmp_path).script(t, row, tmp_path / "scores.py").texts[0]
-    assert any(line.startswith(TEXTS[layout]) for line in text.splitlines()) and len(text.splitlines()) <= 36, text
+    assert f"\nother = {TEXTS[what]}" in text and len(text.splitlines()) <= 36, text
     assert "# the whole batch\nwhole = " in text and f"\n# {layout}\nother = " in text
     assert "import scores" in text or "scores = cloudpickle" in text
-
-
-def test_the_script_of_a_gradient_runs_backward_in_each_split(tmp_path):
-    t = CallableTarget(scores, (X, X[:5].clone()), {}, 0, (), (), "scores", 0, ("x", "weight"))
-    row = t.row("gradient invariance", "micro_batches:ragged", Drift(3, 100, 1.0), tensor="dweight", rows=13)
-    text = Writer(t, "", "", tmp_path).script(t, row, tmp_path / "scores.py").texts[0]
-    assert "whole = step.gradients([target.every])['dweight']" in text
-    assert "other = step.gradients([range(0, 6), range(6, 20)])['dweight']" in text, text

@@ -26,11 +26,11 @@ from bi_kernels.audit.compare import compare
 from bi_kernels.audit.findings import NEEDS_FIX
 from bi_kernels.audit.parameters import read
 from bi_kernels.audit.static import binary
-from bi_kernels.audit.static.compile_text import copied
+from bi_kernels.audit.static.binary import copied
 from bi_kernels.audit.static.verdict import STATIC
 from bi_kernels.contract import SWEEP
 from bi_kernels.workbench.run import Run, launched
-from bi_kernels.workbench.source import line_in_cell, source
+from bi_kernels.workbench.source import source
 
 SCALE = tl.constexpr(3)
 ROWS = 4
@@ -291,25 +291,20 @@ def test_a_kernels_error_is_one_sentence_with_its_line(kernel):
     assert error.value._render_traceback_() == [f"KernelError: {error.value}"], "what IPython shows"
 
 
-def test_an_error_that_hides_a_kernels_is_another_one():
+@pytest.mark.parametrize("hidden", [True, False])
+def test_an_audit_of_a_kernel_that_cannot_run_is_that_sentence_unless_another_error_hides_it(hidden):
     def call(x):
         try:
             beyond_kernel[(1,)](x, torch.zeros(64), BLOCK=64)
         except triton.runtime.errors.InterpreterError:
-            raise OSError("no disk") from None
+            if hidden:
+                raise OSError("no disk") from None
+            raise
 
-    with pytest.raises(ValueError, match="no disk"):
+    with pytest.raises((ValueError, wb.KernelError), match="no disk" if hidden else "beyond_kernel, line") as error:
         wb.audit(call, torch.randn(4, 16))
-
-
-def test_an_audit_of_a_kernel_that_cannot_run_is_that_sentence():
-    def call(x):
-        beyond_kernel[(1,)](x, torch.zeros(64), BLOCK=64)
-        return x
-
-    with pytest.raises(wb.KernelError, match="beyond_kernel, line") as error:
-        wb.audit(call, torch.randn(4, 16))
-    assert error.value.__suppress_context__ and error.value.__cause__ is None
+    assert isinstance(error.value, wb.KernelError) != hidden
+    assert hidden or error.value.__suppress_context__ and error.value.__cause__ is None
 
 
 MAIN = """import torch
@@ -354,38 +349,25 @@ def test_what_an_audit_says_of_a_cell_has_the_cells_lines(tmp_path, monkeypatch)
 # Write it out
 
 
-def definitions(text: str) -> list[str]:
-    return [
-        line.split("(")[0].split(":")[0].removeprefix("class ").removeprefix("def ")
-        for line in text.splitlines()
-        if line.startswith(("def ", "class "))
-    ]
+WRITTEN = {  # what is written: the names that its file defines
+    scaled_sum: ["ROWS", "SCALE", "_scaled", "scaled_sum_kernel", "launch", "_Sum", "scaled_sum"],
+    scaled_sum_kernel: ["SCALE", "_scaled", "scaled_sum_kernel"],
+    recursive: ["recursive"],
+}
 
 
-@pytest.mark.parametrize(
-    "subject, names, constants",
-    [
-        (
-            scaled_sum,
-            ["_scaled", "scaled_sum_kernel", "launch", "_Sum", "scaled_sum"],
-            ["ROWS = 4", "SCALE = tl.constexpr(3)"],
-        ),
-        (scaled_sum_kernel, ["_scaled", "scaled_sum_kernel"], ["SCALE = tl.constexpr(3)"]),
-        (recursive, ["recursive"], []),
-    ],
-    ids=["op", "kernel", "recursive"],
-)
-def test_a_file_holds_what_the_op_names_and_nothing_else(subject, names, constants):
+@pytest.mark.parametrize("subject", WRITTEN)
+def test_a_file_holds_what_the_op_names_and_nothing_else(subject):
     text = source(subject)
-    assert definitions(text) == names
-    assert sorted(line for line in text.splitlines() if line[:1].isupper()) == constants
     compile(text, "op.py", "exec")
+    names = re.findall(r"^(?:(?:def|class) )?(\w+)(?: = |[(:])", text, re.M)
+    constants = names.index("_scaled") if "_scaled" in names else 0
+    assert [*sorted(names[:constants]), *names[constants:]] == WRITTEN[subject]
+    assert "SCALE" not in names or "SCALE = tl.constexpr(3)\n" in text
 
 
 def test_a_name_that_no_file_could_hold_is_one_sentence():
-    with pytest.raises(
-        ValueError, match="source: HELD is a Tensor, expected a function, a class, a module or a constant"
-    ):
+    with pytest.raises(ValueError, match="source: HELD is a Tensor, expected a function, a class, a module or"):
         source(holds_a_tensor)
 
 
@@ -399,19 +381,15 @@ def test_the_written_op_gives_the_bits_of_the_cells(tmp_path):
     results = [op(leaf) for op, leaf in zip((module.scaled_sum, scaled_sum), leaves)]
     for y in results:
         y.backward(torch.ones(ROWS))
-    assert (
-        not compare(*(y.detach() for y in results)).mismatches
-        and not compare(*(leaf.grad for leaf in leaves)).mismatches
-    )
+    assert not compare(*(y.detach() for y in results)).mismatches
+    assert not compare(*(leaf.grad for leaf in leaves)).mismatches
 
 
 # Audit it
 
 
 def drifting(x, weight, eps=1e-6):
-    return torch.nn.functional.rms_norm(
-        x, weight.shape, weight, eps
-    )  # autograd adds up what each call summed from zero
+    return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)  # each call's gradient is summed from zero
 
 
 def ours(x, weight, eps=1e-6):
@@ -426,13 +404,8 @@ def test_an_audit_of_the_cells_op_is_the_audit(op, caught, monkeypatch):
     rows = wb.audit(op, op="rms_norm", dtype="fp32", forward=False).rows
     flagged = {(r.relation, r.layout, r.tensor) for r in rows if r.verdict == NEEDS_FIX}
     assert ((gradients.INVARIANCE, "micro_batches:ragged", "dweight") in flagged) == caught == bool(flagged), flagged
-    assert {r.relation for r in rows} == {
-        gradients.INVARIANCE,
-        gradients.ACCURACY,
-        gradients.DETERMINISM,
-        STATIC,
-        "invariance",
-    }
+    asked = {gradients.INVARIANCE, gradients.ACCURACY, gradients.DETERMINISM, STATIC, "invariance"}
+    assert {r.relation for r in rows} == asked
     assert all(r.candidate == op.__name__ for r in rows)
 
 
@@ -458,17 +431,6 @@ def test_any_function_is_audited():
 def test_an_option_that_no_audit_has_is_one_sentence(options, named):
     with pytest.raises((TypeError, ValueError), match=f"^{re.escape(f'audit: {named}')}"):
         wb.audit(row_mean_by_rows, torch.randn(6, 40), **options)
-
-
-def test_a_line_of_the_written_file_has_its_number_in_the_cell():
-    text = source(row_mean_by_rows)
-    for function in (row_mean_by_rows, mean_kernel.fn):
-        lines, first = inspect.getsourcelines(function)
-        for i, line in enumerate(lines):
-            number = 1 + text.splitlines().index(line.rstrip("\n"))
-            if not line.startswith("@"):
-                assert line_in_cell(row_mean_by_rows, text, function.__name__, number) == first + i
-    assert line_in_cell(row_mean_by_rows, text, "another", 9) == 0
 
 
 def test_a_written_op_has_a_command_that_audits_it():
@@ -523,34 +485,17 @@ program, line, about, fixed = 5, "tl.rsqrt", "RMSNorm.", None
 sums = wb.over_k(launcher)
 """
 
-DOUBLED = """@triton.jit
-def double_kernel(x, y, n, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(y + at, tl.load(x + at, mask=at < n) * 2, mask=at < n)
-
-
-def double(x):
-    y = torch.empty_like(x)
-    double_kernel[lambda meta: (triton.cdiv(x.numel(), meta["BLOCK"]),)](x.contiguous(), y, x.numel(), BLOCK=16)
-    return y
-
-
-kernel, launcher, inputs = double_kernel, double, (torch.randn(6, 24),)
-options, reference, program, line, sums, about, fixed = {}, None, 2, "tl.load", None, "", None
-"""
-
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cell", [RMS_NORM, DOUBLED], ids=["row reduction", "elementwise"])
-def test_the_notebook_runs_with_another_kernel_in_its_one_cell(cell, tmp_path):
+def test_the_notebook_runs_with_another_kernel_in_its_one_cell(tmp_path):
     notebook = nbformat.read(ROOT / "notebooks" / "paste_your_kernel.ipynb", as_version=4)
     heading = next(i for i, c in enumerate(notebook.cells) if c.source.startswith("## Paste here"))
-    notebook.cells[heading + 1].source = cell
+    notebook.cells[heading + 1].source = RMS_NORM
     done = NotebookClient(notebook, resources={"metadata": {"path": tmp_path}}).execute()
     shown = {c.source: "".join(o.get("text", "") for o in c.outputs) for c in done.cells if c.cell_type == "code"}
     order = next(text for source, text in shown.items() if "wb.order" in source)
-    assert order.startswith("No order") == (cell is RMS_NORM) and order.count("\n") <= 1, "one sentence"
-    assert shown[done.cells[-1].source] == f"{{'{'rms_norm' if cell is RMS_NORM else 'double'}': 'pass'}}\n"
+    assert order.startswith("No order") and order.count("\n") <= 1, "one sentence"
+    assert shown[done.cells[-1].source] == "{'rms_norm': 'pass'}\n"
 
 
 # A debugger stops in it
@@ -594,19 +539,15 @@ class Debugger:
 def test_a_breakpoint_on_a_kernels_line_stops_in_every_program():
     manager, client = start_new_kernel(kernel_name="python3")
     try:
-        client.execute(
-            "import torch, triton, triton.language as tl\nfrom bi_kernels import workbench as wb",
-            reply=True,
-            timeout=60,
-        )
+        imports = "import torch, triton, triton.language as tl\nfrom bi_kernels import workbench as wb"
+        client.execute(imports, reply=True, timeout=60)
         debug = Debugger(client)
         debug("initialize", clientID="test", adapterID="", pathFormat="path", linesStartAt1=True, columnsStartAt1=True)
         debug("attach")
         path = debug("dumpCell", code=CELL)["sourcePath"]
         line = next(i for i, text in enumerate(CELL.splitlines(), 1) if "tl.store" in text)
-        assert debug("setBreakpoints", source={"path": path}, breakpoints=[{"line": line}])["breakpoints"][0][
-            "verified"
-        ]
+        (point,) = debug("setBreakpoints", source={"path": path}, breakpoints=[{"line": line}])["breakpoints"]
+        assert point["verified"]
         debug("configurationDone")
         client.execute(CELL)
         client.execute("y = torch.zeros(2); kernel[(2, )](torch.arange(8).bfloat16(), y, BLOCK=4)")
@@ -617,9 +558,7 @@ def test_a_breakpoint_on_a_kernels_line_stops_in_every_program():
             scope = debug("scopes", frameId=frame["id"])["scopes"][0]["variablesReference"]
             shown = {v["name"]: v["value"] for v in debug("variables", variablesReference=scope)["variables"]}
             tile = np.arange(4, dtype=np.float32) + 4 * program
-            assert (shown["value"], shown["total"]) == (repr(tile), repr(tile.sum(keepdims=True))), (
-                "tiles are shown as arrays"
-            )
+            assert (shown["value"], shown["total"]) == (repr(tile), repr(tile.sum(keepdims=True)))
             debug("continue", threadId=thread)
         result = client.execute("assert y.tolist() == [6.0, 22.0]", reply=True, timeout=60)
         assert result["content"]["status"] == "ok", result["content"]

@@ -101,7 +101,8 @@ def models() -> str:
 def ops() -> str:
     """Returns the public ops and what the H200 reports say of each: forward, backward, dtypes."""
     import bi_kernels  # noqa: PLC0415
-    from bi_kernels.audit.registry import OPS  # noqa: PLC0415 (as above)
+    from bi_kernels.audit.findings import grouped  # noqa: PLC0415 (as above)
+    from bi_kernels.audit.registry import OPS  # noqa: PLC0415
 
     rows = [
         r for path in sorted(H200.glob("*/verdicts.json")) for r in json.loads(path.read_text()) if not r["control"]
@@ -112,13 +113,8 @@ def ops() -> str:
             side = "backward" if r["relation"].startswith("gradient") else "forward"
             judged.setdefault(OPS[r["op"]].function or r["op"], {}).setdefault(side, []).append(r)
     lines = []
-    groups: dict[str, list[str]] = {}
-    for name in bi_kernels.__all__:
-        if name in judged:
-            groups.setdefault(next(op.audit for op in OPS.values() if (op.function or op.name) == name), []).append(
-                name
-            )
-    for known in groups.values():
+    audit_of = lambda name: next(op.audit for op in OPS.values() if (op.function or op.name) == name)
+    for known in grouped([name for name in bi_kernels.__all__ if name in judged], audit_of).values():
         cells = []
         for side in ("forward", "backward"):
             mine = [r for name in known for r in judged[name].get(side, [])]
@@ -148,27 +144,13 @@ def speed() -> str:
     calls = [r | {"group": "call"} for r in bench if r["group"] == "calls" and r is not eager]
     bench += calls
     counts = Counter(r["group"] for r in bench)
+    one = lambda what, against, times: [what, against, f"**{float(times):.2f}**", "–"]
     rows = [
-        [
-            "Hugging Face Qwen3, training step",
-            "stock",
-            f"**{float(steps['forward and backward of a step']):.2f}**",
-            "–",
-        ],
-        [
-            "Hugging Face Qwen3, decode in a graph",
-            "stock",
-            f"**{float(steps['a decode step in a CUDA graph']):.2f}**",
-            "–",
-        ],
-        [
-            f"{chain['layers']} layers of Qwen3-8B, training step",
-            "eager",
-            f"**{float(chain['of stock eager']):.2f}**",
-            "–",
-        ],
-        ["the same", "`torch.compile`", f"**{float(chain['of stock compiled']):.2f}**", "–"],
-        [f"{eager['case'].partition(',')[0]} of it, eager decode", "eager", f"**{eager['times']:.2f}**", "–"],
+        one("Hugging Face Qwen3, training step", "stock", steps["forward and backward of a step"]),
+        one("Hugging Face Qwen3, decode in a graph", "stock", steps["a decode step in a CUDA graph"]),
+        one(f"{chain['layers']} layers of Qwen3-8B, training step", "eager", chain["of stock eager"]),
+        one("the same", "`torch.compile`", chain["of stock compiled"]),
+        one(f"{eager['case'].partition(',')[0]} of it, eager decode", "eager", eager["times"]),
         cells(f"{counts['gemm']:,} products of models", "cuBLAS", group="gemm"),
         cells(f"{counts['drawn']} random products", "cuBLAS", group="drawn"),
         cells("dW into `main_grad`", "cuBLAS, fp32", **gradient),

@@ -138,31 +138,10 @@ CASTS = [
     for target in (FP32, BF16, FP16)
     if source != target
 ] + [(FP32, BF16, "rtz"), (FP32, FP16, "rtz")]
-SPECIAL_BITS = (
-    0x0,
-    0x1,
-    0x7FFFFF,
-    0x800000,
-    0x3F800000,
-    0x3F800001,
-    0x3F7FFFFF,
-    0x7F7FFFFF,
-    0x7F800000,
-    0x7F800001,
-    0x7FC00000,
-    0x7FFFFFFF,
-    0x33800000,
-    0x00400000,
-    0x477FF000,
-    0x387FC000,
-    0x33000000,
-    0x3F808000,
-    0x3F818000,
-    0x3FFFC000,
-    0x7F7F8000,
-    0x00008000,
-)
-SPECIAL = torch.tensor([sign | value for sign in (0, -(2**31)) for value in SPECIAL_BITS]).to(torch.int32)
+SPECIAL_BITS = """0 1 7FFFFF 800000 3F800000 3F800001 3F7FFFFF 7F7FFFFF 7F800000 7F800001 7FC00000
+    7FFFFFFF 33800000 00400000 477FF000 387FC000 33000000 3F808000 3F818000 3FFFC000 7F7F8000 00008000"""
+SPECIAL = [sign | value for sign in (0, -(2**31)) for value in (int(x, 16) for x in SPECIAL_BITS.split())]
+SPECIAL = torch.tensor(SPECIAL).to(torch.int32)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ drifts.
 import importlib
 import sys
 
-from bi_kernels.audit.runs.notebooks import find_helpers
+from bi_kernels.audit.parameters import find_helpers
 from bi_kernels.extras import extra
 
 SESSIONS = {  # the module whose `start` begins an audit, by the kind of its parameters
@@ -15,7 +15,6 @@ SESSIONS = {  # the module whose `start` begins an audit, by the kind of its par
     "callable": "bi_kernels.audit.callable_session",
     "third-party": "helpers.third_party",  # next to the notebooks
     "model": "bi_kernels.audit.targets.session",
-    "integration": "bi_kernels.audit.targets.session",
     "bench": "benchmarks.session",
     "world": "bi_kernels.audit.targets.distributed.session",
     "recipes": "helpers.recipes.session",
@@ -33,7 +32,6 @@ def start(audit: str, **parameters) -> "Session":  # noqa: F821
     from bi_kernels.audit.parameters import OTHERS, choose, read  # noqa: PLC0415 (likewise)
     from bi_kernels.audit.timing import GPU  # noqa: PLC0415 (likewise)
 
-    parallel.answer_uninterrupted()
     on_gpu = choose(read(audit, parameters).device).type == "cuda"
     pool = (
         parallel.begin(audit, parameters) if on_gpu and (audit not in OTHERS or audit in parallel.PROCESSES) else None

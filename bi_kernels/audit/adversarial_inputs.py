@@ -1,7 +1,6 @@
 """Inputs made of the user's own that show a reordering: spread, cancelling, on the brink of a rounding, resampled."""
 
-from collections.abc import Collection
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,41 +9,27 @@ from bi_kernels.audit.compare import ordered
 from bi_kernels.audit.inputs import cancel, generator, powers
 from bi_kernels.contract import SWEEP
 
+if TYPE_CHECKING:
+    from bi_kernels.audit.targets.any_callable import CallableTarget
+
 SCALES = 1.0, 2.0**-5, 2.0**-9, 2.0**-15  # of a share of the features each: all but the first move a result finely
 STEPS = 9  # halvings of the range in which a result changes, for each of the fine shares
 SMALL = 2**14  # numbers in all samples
 NEAR = 64  # ULP that a result may move over that range: what moves further is made of the one element that moved
 
 
-class Called(Protocol):
-    """What is drawn for: a target, its arguments by name and which of them hold a row a sample."""
-
-    values: dict
-    drawn: dict[str, dict]
-    batched: Collection[str]
-    outputs: Collection[str]
-    first: str
-    batch: int
-    count: int
-    seed: int
-    device: torch.device
-
-    def whole(self, kind: str = "given") -> list[torch.Tensor]:
-        """Returns what each judged output holds of the whole batch in one call."""
-
-
-def _floating(t: Called, batched: bool) -> dict[str, torch.Tensor]:
+def _floating(t: "CallableTarget", batched: bool) -> dict[str, torch.Tensor]:
     held = {k: v for k, v in t.values.items() if isinstance(v, torch.Tensor) and k not in t.outputs}
     return {k: v for k, v in held.items() if v.is_floating_point() and (k in t.batched) == batched}
 
 
-def spread(t: Called) -> dict:
+def spread(t: "CallableTarget") -> dict:
     """Returns the arguments with exponents that differ from element to element."""
     scale = lambda k, v: powers(v.shape, -4, 5, generator(v.device, t.seed, k)).to(v.dtype)
     return t.values | {k: v * scale(k, v) for k, v in _floating(t, True).items()}
 
 
-def cancelling(t: Called) -> dict:
+def cancelling(t: "CallableTarget") -> dict:
     """Returns the arguments such that sums over features, and over samples, grow and vanish.
 
     The first batched tensor negates the first half of its features in the second, all others repeat theirs, so that
@@ -70,7 +55,7 @@ def cancelling(t: Called) -> dict:
     return out
 
 
-def brink(t: Called) -> dict | None:
+def brink(t: "CallableTarget") -> dict | None:
     """Returns the arguments with every sample where one of its results is about to round to another number: there a
     change in the last bit of a sum in fp32, of any op, changes what is returned in 16 bits. Found by halving, with
     every sample in one call; None where no output has 16 bits."""
@@ -109,7 +94,7 @@ def brink(t: Called) -> dict | None:
 KINDS = {"spread": spread, "cancelling": cancelling, "brink": brink}
 
 
-def wanted(t: Called) -> int:
+def wanted(t: "CallableTarget") -> int:
     """Returns how many samples an audit of a target calls for: rows around every tile's edge as far as the sweep goes;
     of a sample with several rows as many fewer, but more where they are small."""
     x = t.values[t.first]
@@ -119,7 +104,7 @@ def wanted(t: Called) -> int:
     return min(most, max(most // max(rows, 1), SMALL // max(size, 1)))
 
 
-def resampled(t: Called, count: int) -> dict:
+def resampled(t: "CallableTarget", count: int) -> dict:
     """Returns the arguments with `count` samples: the given ones, then others, each a given one whose numbers are those
     of any given sample at the same place. What is no number, as an id or a mask, stays together."""
     g = generator(t.device, t.seed, "resampled")

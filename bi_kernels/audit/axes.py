@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable
 from enum import StrEnum
 
-from bi_kernels.audit.findings import NEEDS_FIX, Row, grouped
+from bi_kernels.audit.findings import NEEDS_FIX, Row, grouped, values_of
 
 
 class Side(StrEnum):
@@ -85,14 +85,9 @@ def side_of(relation: str) -> Side:
     return Side.GRADIENT if relation.startswith("gradient") else Side.FORWARD
 
 
-def fields(row: Row | dict) -> dict:
-    """Returns what a row says, by name."""
-    return row if isinstance(row, dict) else vars(row)
-
-
 def compares_bits(rows: Iterable[Row | dict]) -> bool:
     """Tells whether some row, but for the controls', compares bits: those of a benchmark do not."""
-    return any(r["relation"] in BITS and not r["control"] for r in map(fields, rows))
+    return any(r["relation"] in BITS and not r["control"] for r in map(values_of, rows))
 
 
 def side(r: dict) -> str:
@@ -106,7 +101,7 @@ def by_kind(rows: Iterable[Row | dict]) -> dict[tuple[str, str], list[dict]]:
     Two calls may differ along several axes. The cause is the first of them along which alone other calls drift, of the
     same side (of any side, where the same call is repeated); where none do, the first.
     """
-    every = [fields(r) for r in rows]
+    every = [*map(values_of, rows)]
     alone = {(side(r), *r["axes"]) for r in every if r["verdict"] == NEEDS_FIX and len(r.get("axes", ())) == 1}
     alone |= {(s, a) for _, a in alone if a in (Kind.RANDOM, Kind.BEFORE) for s in SIDES}
 

@@ -20,6 +20,7 @@ from bi_kernels.audit.checks import adversarial as sharper
 from bi_kernels.audit.checks.any_callable import (
     accuracy,
     determinism,
+    filler_of,
     gradient_accuracy,
     gradients,
     invariance,
@@ -30,7 +31,6 @@ from bi_kernels.audit.checks.memory import backward_memory, memory
 from bi_kernels.audit.checks.modes import judged, modes
 from bi_kernels.audit.checks.order import history
 from bi_kernels.audit.checks.sequences import sequence_gradients, sequences
-from bi_kernels.audit.compare import compare
 from bi_kernels.audit.executor import ForkServer
 from bi_kernels.audit.findings import ACCURACY, DETERMINISM, INVARIANCE, NEEDS_FIX, Row, needs_fix, sentence
 from bi_kernels.audit.progress import Voice
@@ -42,11 +42,13 @@ from bi_kernels.audit.static.verdict import LEVELS, STATIC, atomics_free
 from bi_kernels.audit.step import NoBackward
 from bi_kernels.audit.targets.any_callable import CallableTarget, OutOfTime
 from bi_kernels.audit.targets.callable_step import Step
+from bi_kernels.audit.targets.candidates import signature_of
 from bi_kernels.checks import INTERPRETED, check_numbers
 from bi_kernels.contract import SWEEP
 from bi_kernels.scalars import check_number, check_type, integer_of, strings_of, truncated_repr
 
 RECOMPILES = 256
+AT_END = "at the end"
 NOT_RUN = "not run"  # layout of a row of what the budget left no time for
 TRAINED = ("permuted", "padded", "left_padded", "micro_batches:ragged", "neighbours:nonfinite")  # layouts of a backward
 EACH = 64  # samples up to which each is a micro-batch of its own
@@ -120,16 +122,14 @@ def audit(
     _check_constants(fn, constants)
     started = time.monotonic()
     name = name or getattr(fn, "__name__", type(fn).__name__)
-    t = CallableTarget(fn, inputs, constants, batch, shared, outputs, name, seed, names)
+    t = many = CallableTarget(fn, inputs, constants, batch, shared, outputs, name, seed, names)
     rows, notes, record = determinism(t, 2), [], record or (lambda rows: None)
     record(rows)
     one_call = (time.monotonic() - started) / max(t.calls, 1)
-    steady = not needs_fix(rows)
     steps: list[tuple[str, str, Callable]] = []  # (relation, layout, what judges it)
-    many = t
-    if steady:
-        many = sharper.more(t)
-        whole = {"given": t.whole()}
+    ask = lambda relation, checks: steps.extend((relation, layout, run) for layout, run in checks.items())
+    if not needs_fix(rows):
+        many, whole = sharper.more(t), {"given": t.whole()}
         try:
             found = t.whole("spread")
             if any(y.isfinite().all() for y in found if y.is_floating_point()):
@@ -138,32 +138,32 @@ def audit(
                 t.refused["spread inputs"] = "its results are not finite"
         except Exception as error:  # sharper inputs may be none that the callable takes
             t.refused["spread inputs"] = sentence(error)
-        steps.append((DETERMINISM, "whole batch", lambda: determinism(t, SWEEP["runs"])))
-        for layout, (calls, filler) in plan(t.count, seed).items():
-            steps.append(("invariance", layout, partial(invariance, t, layout, calls, filler, whole)))
-        steps += [("invariance", mode, partial(judged, t, mode, whole["given"])) for mode in modes(t)]
-        steps += [("invariance", layout, run) for layout, run in memory(t, whole["given"]).items()]
-        steps += _sequence_steps(t, "invariance", sequences)
-        for kind in ("resampled", *sharper.SHARP)[many is t :]:
-            steps.append(("invariance", f"{kind} inputs", partial(sharper.judged, many, kind)))
+        ask(DETERMINISM, {"whole batch": lambda: determinism(t, SWEEP["runs"])})
+        ask("invariance", {k: partial(invariance, t, k, calls, whole) for k, calls in plan(t.count, seed).items()})
+        ask("invariance", {mode: partial(judged, t, mode, whole["given"]) for mode in modes(t)})
+        ask("invariance", memory(t, whole["given"]) | _of_sequences(t, "invariance", sequences))
+        kinds = ("resampled", *sharper.SHARP)[many is t :]
+        ask("invariance", {f"{kind} inputs": partial(sharper.judged, many, kind) for kind in kinds})
         if backward is not False:
             try:
-                steps += _backward_steps(t, many, reference)
-                steps += _sequence_steps(t, INVARIANCE, sequence_gradients)
+                ask(INVARIANCE, _backward(t, many))
+                if reference is not None:
+                    ask(ACCURACY, {"whole batch": partial(gradient_accuracy, t, t.step, t.trained, reference)})
+                ask(DETERMINISM, {"backward": partial(_again, t)})
+                ask(INVARIANCE, _of_sequences(t, INVARIANCE, sequence_gradients))
             except Exception as error:
                 if missing := isinstance(error, NoBackward):
                     notes.append(f"Its backward was not judged: {error}.")
                 if backward or not missing:
                     rows.append(t.row(INVARIANCE, "whole batch", detail=f"raised {sentence(error)}"))
         if reference is not None:
-            steps.append(("accuracy", "whole batch", partial(accuracy, t, reference)))
+            ask("accuracy", {"whole batch": partial(accuracy, t, reference)})
         steps.sort(key=lambda s: s[1].startswith("rows:"))  # the longest sweep last
-        steps += [("invariance", layout, run) for layout, run in history(t, whole["given"]).items()]  # may leave traces
+        ask("invariance", history(t, whole["given"]))  # may leave traces
         said = {"against": "at the start", "rows": t.count, "detail": "the same call before and after all others"}
-        said["axes"] = [Kind.BEFORE]
-        last = lambda: t.compared(DETERMINISM, "at the end", t.whole(), whole["given"], **said)
-        steps.append((DETERMINISM, "at the end", last))
-    steps.append((STATIC, LEVELS, partial(_static, t)))  # last: watched, a function is compiled anew
+        last = lambda: t.compared(DETERMINISM, AT_END, t.whole(), whole["given"], **said, axes=[Kind.BEFORE])
+        ask(DETERMINISM, {AT_END: last})
+    ask(STATIC, {LEVELS: partial(_static, t)})  # last: watched, a function is compiled anew
     t.deadline = many.deadline = started + seconds
     voice = Voice(name, len(steps), quiet)
     voice.say(f"{name}: {t.read()}; checks in {len(steps)} step{'s' * (len(steps) > 1)}, at most {seconds:g} s")
@@ -192,11 +192,9 @@ def audit(
 
 def _check_constants(fn: Callable, constants: dict) -> None:
     """Raises TypeError for a keyword that neither `audit` nor fn takes; what has no signature takes any."""
-    try:
-        takes = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters
-    except (TypeError, ValueError):
-        return
-    if any(p.kind == p.VAR_KEYWORD for p in takes.values()):
+    signature = signature_of(fn)
+    takes = signature.parameters if signature else {}
+    if signature is None or any(p.kind == p.VAR_KEYWORD for p in takes.values()):
         return
     for k, value in constants.items():
         if k not in takes:
@@ -222,7 +220,7 @@ def _notes(t: CallableTarget, rows: list[Row]) -> list[str]:
     notes = [f"Not judged on {what}: {said}." for what, said in t.refused.items()]
     if t.changed:
         notes.append(f"It changes its input {', '.join(sorted(t.changed))} in place; every call here got copies.")
-    if any(r.layout == "at the end" and r.verdict == NEEDS_FIX for r in rows):
+    if any(r.layout == AT_END and r.verdict == NEEDS_FIX for r in rows):
         notes.append(
             "Its result depends on the calls before it, as of a function that is compiled anew for other shapes; what "
             "differs between layouts may come from that."
@@ -233,42 +231,31 @@ def _notes(t: CallableTarget, rows: list[Row]) -> list[str]:
     return notes
 
 
-def _sequence_steps(t: CallableTarget, relation: str, made: Callable) -> list[tuple[str, str, Callable]]:
+def _of_sequences(t: CallableTarget, relation: str, made: Callable) -> dict[str, Callable]:
     """Returns what judges a model on whole sequences."""
     try:
-        return [(relation, layout, run) for layout, run in made(t).items()]
+        return made(t)
     except Exception as error:  # a module whose arguments have these names and another meaning
         t.refused[f"whole sequences ({relation})"] = sentence(error)
-        return []
+        return {}
 
 
-def _backward_steps(
-    t: CallableTarget, many: CallableTarget, reference: Callable | None
-) -> list[tuple[str, str, Callable]]:
-    """Returns what judges the backward under each layout; raises what its backward raises."""
-    step = Step(t)
+def _backward(t: CallableTarget, many: CallableTarget) -> dict[str, Callable]:
+    """Returns what judges the backward under each layout, request and memory; raises what its backward raises."""
+    t.step = step = Step(t)
     whole = t.trained = step.gradients()
     layouts = {k: v for k, v in plan(t.count, t.seed).items() if k in TRAINED}
     if t.count <= EACH:
-        layouts["micro_batches:each"] = [[i] for i in t.every], "stale"
-    steps = []
-    for layout, (calls, filler) in layouts.items():
-        calls = calls[:1] if filler == "nonfinite" else calls
-        steps.append((INVARIANCE, layout, partial(gradients, t, step, layout, calls, filler, whole)))
+        layouts["micro_batches:each"] = [[i] for i in t.every]
+    some = lambda k, calls: calls[:1] if filler_of(k) == "nonfinite" else calls
+    found = {k: partial(gradients, t, step, k, some(k, calls), whole) for k, calls in layouts.items()}
+    found |= requests(t, step) | backward_memory(t, step)
+    return found | {"cancelling inputs": partial(sharper.gradients_judged, many)}
 
-    axes = requests(t, step) | backward_memory(t, step)
-    steps += [(INVARIANCE, layout, run) for layout, run in axes.items()]
-    steps.append((INVARIANCE, "cancelling inputs", partial(sharper.gradients_judged, many)))
 
-    if reference is not None:
-        steps.append((ACCURACY, "whole batch", partial(gradient_accuracy, t, step, whole, reference)))
-
-    def again() -> list[Row]:
-        found, said = step.gradients(), {"against": "itself", "rows": t.count}
-        said["axes"] = [Kind.RANDOM, Kind.BEFORE]  # others came between
-        return [t.row(DETERMINISM, "backward", compare(found[k], whole[k]), tensor=k, **said) for k in whole]
-
-    return [*steps, (DETERMINISM, "backward", again)]
+def _again(t: CallableTarget) -> list[Row]:
+    said = {"against": "itself", "rows": t.count, "axes": [Kind.RANDOM, Kind.BEFORE]}  # others came between
+    return t.differences(DETERMINISM, "backward", t.step.gradients(), t.trained, **said)
 
 
 def _static(t: CallableTarget) -> list[Row]:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 import torch
+from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from bi_kernels.audit.callable_audit import audit as audit_callable
@@ -17,6 +18,7 @@ from bi_kernels.audit.checks.order import history
 from bi_kernels.audit.checks.requests import TWICE
 from bi_kernels.audit.checks.sequences import IDS, sequences
 from bi_kernels.audit.compare import raw
+from bi_kernels.audit.controls.usage import halved_again, one_buffer, trains_otherwise
 from bi_kernels.audit.faults import CannotJudge
 from bi_kernels.audit.findings import PASS, Row, control_row, needs_fix
 from bi_kernels.audit.parameters import choose, read
@@ -80,26 +82,22 @@ class AnySession(Session):
 
     def controls(self) -> list[Row]:
         """Judges twice the first input, broken on purpose, on the same inputs: each must be flagged by its relation."""
-        rows = []
-        for name, asked, change in CONTROLS:
-            t = self._broken(change)
-            if asked in (_demanded, _moded) and not t.values[t.first].is_floating_point():
-                continue  # nothing of it has a gradient
-            found = asked(t)
-            rows.append(control_row(name, found))
-        t = copy.copy(self.report.target)
+        t, rows = copy.copy(self.report.target), []
+        for name, (asked, fault) in CONTROLS.items():
+            if t.values[t.first].is_floating_point() or name not in OF_GRADIENTS:
+                rows.append(control_row(name, asked(self._broken(fault))))
         if not any(k.startswith("whole sequences") for k in t.refused) and "right_padded" in sequences(t):
             t.function = _wider_otherwise(t)
-            (row,) = sequences(t)["right_padded"]()
-            rows.append(control_row("another result for a wider batch of sequences", [row]))
+            rows.append(control_row("another result for a wider batch of sequences", sequences(t)["right_padded"]()))
         self.add(rows)
         return rows
 
-    def _broken(self, change: Callable) -> CallableTarget:
+    def _broken(self, fault: Callable[[CallableTarget], Callable]) -> CallableTarget:
         """Returns twice the first input, broken on purpose."""
-        t, held = copy.copy(self.report.target), {}
+        t = copy.copy(self.report.target)
         t.dims, t.outputs, t.votes, t.module = [t.batch], [], {}, None
-        t.results = lambda arguments: [change(2.0 * arguments[t.first], arguments[t.first], t, held)]
+        function = fault(t)
+        t.results = lambda arguments: [function(arguments[t.first])]
         return t
 
     def beyond(self) -> list[Row]:
@@ -111,8 +109,7 @@ class AnySession(Session):
         rows = beyond(t, seconds=self.parameters["seconds"])
         self.add(rows)
         if {r.verdict for r in rows} == {PASS}:
-            found = beyond(self._broken(wrapped))
-            self.add([control_row(WRAPPED, found)])
+            self.add([control_row(WRAPPED, beyond(self._broken(wrapped)))])
         return rows
 
     @property
@@ -120,34 +117,14 @@ class AnySession(Session):
         return list(dict.fromkeys(r.dtype for r in self.rows))
 
 
-def _repeated(t: CallableTarget) -> list[Row]:
-    return relations.determinism(t, 3)
+def _double(x: Tensor) -> Tensor:
+    return 2.0 * x
 
 
 def _laid_out(t: CallableTarget) -> list[Row]:
     whole = {"given": t.whole()}
-    return [
-        r
-        for layout, (calls, filler) in relations.plan(t.count, t.seed).items()
-        if not layout.startswith("rows:")
-        for r in relations.invariance(t, layout, calls, filler, whole)
-    ]
-
-
-def _moded(t: CallableTarget) -> list[Row]:
-    return modes.judged(t, modes.WANTED, t.whole())
-
-
-def _demanded(t: CallableTarget) -> list[Row]:
-    return relations.requests(t, Step(t))[TWICE]()
-
-
-def _kept(t: CallableTarget) -> list[Row]:
-    return memory(t, t.whole())[LATER]()
-
-
-def _followed(t: CallableTarget) -> list[Row]:
-    return history(t, t.whole())["after another order"]()
+    plan = {k: v for k, v in relations.plan(t.count, t.seed).items() if not k.startswith("rows:")}
+    return [r for layout, calls in plan.items() for r in relations.invariance(t, layout, calls, whole)]
 
 
 def _referred(t: CallableTarget) -> list[Row]:
@@ -157,7 +134,7 @@ def _referred(t: CallableTarget) -> list[Row]:
 def _wider_otherwise(t: CallableTarget) -> Callable:
     """Returns a model that is another where a call is wider than the one given."""
     whole = t.values[IDS].shape[1]
-    change = lambda y: y * 1.5 if isinstance(y, torch.Tensor) and y.is_floating_point() else y
+    change = lambda y: y * 1.5 if isinstance(y, Tensor) and y.is_floating_point() else y
 
     def model(*given, **told):
         out = t.eager(*given, **told)
@@ -166,66 +143,48 @@ def _wider_otherwise(t: CallableTarget) -> Callable:
     return model
 
 
-def _one_ulp(y, x, t, held):
+def _one_ulp(t: CallableTarget) -> Callable:
     """Flips the last bit of the last element, if the batch holds more than one sample."""
-    y = y.contiguous()
-    if x.shape[t.batch] > 1:
-        raw(y).view(-1)[-1] ^= 1
-    return y
+
+    def op(x: Tensor) -> Tensor:
+        y = (2.0 * x).contiguous()
+        raw(y).view(-1)[-1] ^= x.shape[t.batch] > 1
+        return y
+
+    return op
 
 
-def _leaks(y, x, t, held):
+def _leaks(t: CallableTarget) -> Callable:
     """Adds 0 times the sum of the inputs, which is not 0 beside a NaN; of integers, the number of samples."""
-    return y + 0 * x.sum() if x.is_floating_point() else y + x.shape[t.batch]
+    return lambda x: 2.0 * x + (0 * x.sum() if x.is_floating_point() else x.shape[t.batch])
 
 
-def _noise(y, x, t, held):
-    return y + torch.rand_like(y)
+def _late(t: CallableTarget) -> Callable:
+    """Returns the results of the call before."""
+    held: dict = {}
+
+    def op(x: Tensor) -> Tensor:
+        before = held.get(x.shape, 2.0 * x)
+        held[x.shape] = 2.0 * x
+        return before
+
+    return op
 
 
-def _trained(y, x, t, held):
-    return y * 1.5 if x.requires_grad else y
-
-
-class _Halved(torch.autograd.Function):
-    """Returns y; its second backward gives half of the first."""
-
-    @staticmethod
-    def forward(ctx, y):
-        ctx.times = 0
-        return y.clone()
-
-    @staticmethod
-    def backward(ctx, dy):
-        ctx.times += 1
-        return dy / ctx.times
-
-
-def _halved(y, x, t, held):
-    return _Halved.apply(y)
-
-
-def _buffered(y, x, t, held):
-    return held.setdefault(y.shape, y).copy_(y)
-
-
-def _late(y, x, t, held):
-    before = held.get(y.shape, y)
-    held[y.shape] = y.clone()
-    return before
-
-
-def _offset(y, x, t, held):
-    return y + y.abs().max()
-
-
-CONTROLS = (  # what it is called, what asks, how it is broken
-    ("one ULP in one element of a batch of more than one", _laid_out, _one_ulp),
-    ("a neighbour that leaks, NaN above all", _laid_out, _leaks),
-    ("random noise", _repeated, _noise),
-    ("another result where a gradient is wanted", _moded, _trained),
-    ("a second backward of half the first", _demanded, _halved),
-    ("one buffer for the results of all calls", _kept, _buffered),
-    ("the results of the call before", _followed, _late),
-    ("results that are off by the largest", _referred, _offset),
-)
+CONTROLS = {  # what asks, and how twice the first input is broken
+    "one ULP in one element of a batch of more than one": (_laid_out, _one_ulp),
+    "a neighbour that leaks, NaN above all": (_laid_out, _leaks),
+    "random noise": (lambda t: relations.determinism(t, 3), lambda t: lambda x: 2.0 * x + torch.rand_like(2.0 * x)),
+    "another result where a gradient is wanted": (
+        lambda t: modes.judged(t, modes.WANTED, t.whole()),
+        lambda t: trains_otherwise(_double),
+    ),
+    "a second backward of half the first": (
+        lambda t: relations.requests(t, Step(t))[TWICE](),
+        lambda t: halved_again(_double),
+    ),
+    "one buffer for the results of all calls": (lambda t: memory(t, t.whole())[LATER](), lambda t: one_buffer(_double)),
+    "the results of the call before": (lambda t: history(t, t.whole())["after another order"](), _late),
+    "results that are off by the largest": (_referred, lambda t: lambda x: 2.0 * x + (2.0 * x).abs().max()),
+}
+OF_GRADIENTS = {"another result where a gradient is wanted", "a second backward of half the first"}

@@ -36,7 +36,10 @@ def digest(given) -> None:
         before = digest_file.read(given.file) if given.check or given.file.exists() else []
     if not given.check:
         writable("FILE", given.file)
-    found, problems = executor.call(command.DIGESTS, names, parameters)
+    try:
+        found, problems = executor.call(command.DIGESTS, names, parameters)
+    except executor.Died as died:
+        raise UsageError((died.said or [str(died)])[-1].removeprefix("ValueError: ")) from None
     if not found and not problems:
         raise UsageError(f"AUDIT is {', '.join(names)}, which judges no op of the registry; there is nothing to digest")
     warnings = digest_file.changes(before, found, problems, given.file) if before or given.check else problems

@@ -29,7 +29,7 @@ from queue import SimpleQueue
 
 # torch first; the others while nobody waits. backward() needs symbolic_shapes, which takes 2 s.
 PRELOAD = "torch", "torch.fx.experimental.symbolic_shapes"
-REPORTS = "papermill", "pandas", "nbconvert"  # what a notebook and its report need
+REPORTS = "IPython.core.interactiveshell", "pandas", "nbconvert"  # what a notebook and its report need
 ADDRESS = "BI_AUDIT_SERVER"  # the server's socket, for the processes that it forked
 
 
@@ -141,7 +141,7 @@ class Process:
     def begin(self, function: str, *arguments) -> "Process":
         """Has it call `package.module:function` with arguments that pickle takes, or run a script."""
         self.function, self.pending = function, self.pending + 1
-        with suppress(BrokenPipeError):  # `result` says how it ended
+        with suppress(OSError):  # `result` says how it ended
             self.connection.send((sys.path, function, pickle.dumps(arguments)))
         return self
 
@@ -166,6 +166,8 @@ class Process:
         try:
             with self.lock:
                 while True:
+                    if self.connection.closed:  # it was stopped
+                        raise Died(self.function, -signal.SIGKILL, [])
                     if not self.connection.poll(seconds):
                         late, seconds = True, None
                         self._hang_up()
@@ -217,11 +219,6 @@ class Process:
         with suppress(OSError):
             self.connection.send(None)
         self._wait()
-
-    def interrupt(self) -> None:
-        """Raises KeyboardInterrupt in its call."""
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGINT) if self.pid else None
 
     def stop(self) -> None:
         """Kills it and what it started in its session, and waits for that."""

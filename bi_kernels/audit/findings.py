@@ -66,14 +66,15 @@ def sentence(error: BaseException) -> str:
     return re.sub(r" at 0x[0-9a-f]+", "", said)[:300]
 
 
-def _said(row: Row | dict) -> dict:
+def values_of(row: Row | dict) -> dict:
+    """Returns what a row says, by name."""
     return row if isinstance(row, dict) else vars(row)
 
 
 def needs_fix(rows: Iterable[Row | dict]) -> list:
     """Returns the rows that need a fix, and the controls that were missed."""
     wrong = lambda said: not said["caught"] if said["control"] else said["verdict"] == NEEDS_FIX
-    return [row for row in rows if wrong(_said(row))]
+    return [row for row in rows if wrong(values_of(row))]
 
 
 def control_row(name: str, rows: Sequence[Row]) -> Row:
@@ -84,12 +85,12 @@ def control_row(name: str, rows: Sequence[Row]) -> Row:
 def verdict_of(rows: Collection[Row | dict]) -> str:
     """Returns the one word of an audit: pass if something was judged, nothing needs a fix, and there were controls, all
     caught; unsupported if all that was asked was refused, and no control missed."""
-    judged = {said["verdict"] for said in map(_said, rows) if not said["control"]}
+    judged = {said["verdict"] for said in map(values_of, rows) if not said["control"]}
     if needs_fix(rows):
         return NEEDS_FIX
     if judged == {UNSUPPORTED}:
         return UNSUPPORTED
-    return PASS if PASS in judged and any(_said(row)["control"] for row in rows) else NEEDS_FIX
+    return PASS if PASS in judged and any(values_of(row)["control"] for row in rows) else NEEDS_FIX
 
 
 def worst_of(verdicts: Collection[str]) -> str:

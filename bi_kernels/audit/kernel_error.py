@@ -5,6 +5,7 @@ Imports neither triton nor the rest of the auditor.
 
 import inspect
 import linecache
+import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +49,7 @@ def kernel_error(error: BaseException) -> KernelError | None:
     raised = [e for e in chain if _tritons(e)]
     if known or not raised:
         return known
-    last, frames = chain[-1], [[*_frames(e)] for e in chain]
+    last, frames = chain[-1], [[*traceback.walk_tb(e.__traceback__)] for e in chain]
     text, cause = str(getattr(last, "error_message", None) or last).strip().splitlines(), type(last).__name__
     text = text or [cause]
     inner = next((e for e in reversed(raised) if hasattr(e, "node")), None)
@@ -94,13 +95,6 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         yield error
         hidden = error.__suppress_context__ and not _tritons(error)  # Triton's compiler raises `from None`
         error = error.__cause__ or (None if hidden else error.__context__)
-
-
-def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
-    trace = error.__traceback__
-    while trace:
-        yield trace.tb_frame, trace.tb_lineno
-        trace = trace.tb_next
 
 
 def _compiled(error: BaseException, frames: Iterable[tuple[FrameType, int]]) -> tuple[str, int, str, str]:

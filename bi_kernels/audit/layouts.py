@@ -5,14 +5,14 @@ A layout is a list of calls; a call is an array of logical token numbers, −1 f
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
 
 import numpy as np
 import torch
-from hypothesis import strategies as st
 
+from bi_kernels.audit.inputs import on
 from bi_kernels.contract import SWEEP
 
 
@@ -148,22 +148,64 @@ def shapes_launched(calls: Sequence[Call]) -> str:
     return f"{len(calls)} call{'s' * (len(calls) > 1)}: {text}{' …' * (len(set(shapes)) > 4)}"
 
 
-@st.composite
-def random_layout(draw: Callable, lengths: Sequence[int]) -> list[Call]:
-    """Any split of the samples into calls, each packed, padded, chunked or decoded, in any order."""
+def random_layout(lengths: Sequence[int], rng: np.random.Generator) -> list[Call]:
+    """Returns any split of the samples into calls, each packed, padded, chunked or decoded, in any order."""
     s = spans(lengths)
-    order = draw(st.permutations(range(len(s))))
-    calls: list[Call] = []
-    while order:
-        take = draw(st.integers(1, len(order)))
-        group, order = [s[i] for i in order[:take]], order[take:]
-        how = draw(st.sampled_from(("packed", "right", "left", "chunked", "decode")))
-        if how == "packed":
-            calls.append(pack(group))
-        elif how == "chunked":
-            calls += chunks(group, draw(st.integers(1, 40)))
-        elif how == "decode":
-            calls += decode(group)
-        else:
-            calls.append(pad(group, how == "left", draw(st.sampled_from((1, 8, 16)))))
+    rest, calls = [s[i] for i in rng.permutation(len(s))], []
+    while rest:
+        take, multiple = int(rng.integers(1, len(rest) + 1)), int(rng.choice((1, 8, 16)))
+        group, rest = rest[:take], rest[take:]
+        ways = (
+            lambda: [pack(group)],
+            lambda: [pad(group, multiple=multiple)],
+            lambda: [pad(group, left=True, multiple=multiple)],
+            lambda: chunks(group, int(rng.integers(1, 41))),
+            lambda: decode(group),
+        )
+        calls += ways[rng.integers(len(ways))]()
     return calls
+
+
+# attention
+
+ROOM = 16  # a cache has room for some more keys than it holds
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Says where the keys of a call are."""
+
+    index: np.ndarray  # logical token numbers, −1 for nobody's, in the shape of k and v
+    told: dict = field(default_factory=dict)  # arguments of `bi_kernels.attention`, arrays in place of tensors
+
+    def arguments(self, device: torch.device) -> dict:
+        """Returns what the op is told, as tensors on the device."""
+        return {k: on(device, v.astype(np.int32)) if isinstance(v, np.ndarray) else v for k, v in self.told.items()}
+
+
+def keys(call: Call, lengths: Sequence[int], page: int = 0) -> Keys:
+    """Returns all tokens of each sample up to the call's last: packed as the queries are, in a cache, or in pages of
+    `page` that lie in any order."""
+    if call.cu_seqlens is not None or call.index.ndim == 1:
+        return Keys(call.index, {"cu_seqlens_q": np.array(call.cu_seqlens or (0, call.index.size))})
+    rows, (_, position) = [row[row >= 0] for row in call.index], of_each_token(lengths)
+    seen = [np.arange(row[0] - position[row[0]], row[-1] + 1) if len(row) else row for row in rows]
+    queries, counts = (np.array([*map(len, parts)]) for parts in (rows, seen))
+    if page:
+        return _paged(seen, queries, counts, page)
+    left = bool(((call.index[:, 0] < 0) & (call.index[:, -1] >= 0)).any())
+    index = call.index if (queries == counts).all() else pad(seen, left, ROOM).index
+    if (call.index >= 0).all() and (index >= 0).all():
+        return Keys(index)
+    return Keys(index, {"lengths_q": queries, "lengths_k": counts} | ({"left_padded": True} if left else {}))
+
+
+def _paged(seen: list[np.ndarray], queries: np.ndarray, counts: np.ndarray, page: int) -> Keys:
+    """Returns keys in pages that lie in any order, among those of nobody."""
+    needed = -(-counts // page)
+    places = np.random.default_rng(page).permutation(needed.sum() + 3)
+    pages, table = np.full((len(places), page), -1), np.zeros((len(seen), needed.max()), dtype=int)
+    for row, s, mine in zip(table, seen, np.split(places, needed.cumsum())):
+        row[: len(mine)] = mine
+        pages[mine] = np.pad(s, (0, len(mine) * page - len(s)), constant_values=-1).reshape(-1, page)
+    return Keys(pages, {"lengths_q": queries, "lengths_k": counts, "block_table": table})

@@ -13,7 +13,7 @@ from pathlib import Path
 SPARE = 2**32  # bytes that a process may keep for its next check
 LONGEST, STILL, LOOK = 240.0, 15.0, 1.0  # seconds to wait at most; while nobody moves; between two tries
 SHORT = "OutOfMemoryError"
-_vain: set[int] = set()  # what others held while waiting was in vain: it would be again
+_in_vain: set[int] = set()  # what others held while waiting did not help: it would not help again
 _mine: list = []  # the lock, while it is this process's turn
 
 
@@ -25,51 +25,49 @@ def patiently(thunk: Callable):
     except Exception as error:
         if type(error).__name__ != SHORT:
             raise
-    with _turn():
-        return _again(thunk)
+    return in_turn(thunk)
 
 
 def in_turn(thunk: Callable):
-    """Returns what `thunk` returns, which takes much of a GPU's memory: one caller of all processes at a time, and, as
-    in `patiently`, again where others hold too much."""
-    cuda = getattr(sys.modules.get("torch"), "cuda", None)
-    give_back()
-    with _turn():
-        return _again(thunk) if cuda and cuda.is_initialized() else thunk()
-
-
-def _again(thunk: Callable):
+    """Returns what `thunk` returns, which takes much of a GPU's memory: one caller of all processes at a time, and
+    again where others hold too much."""
     began = moved = time.monotonic()
     before = None
-    while True:
-        held, now = _held_by_others(), time.monotonic()
-        moved, before = (moved if held == before else now), held
-        over = now - began > LONGEST or now - moved > STILL or held in _vain
-        try:
-            return thunk()
-        except Exception as error:
-            if type(error).__name__ != SHORT:
-                raise
-            if over:
-                _vain.add(held)
-                raise
-        time.sleep(LOOK)
+    give_back()
+    with _turn():
+        while True:
+            held, now = _held_by_others(), time.monotonic()
+            moved, before = (moved if held == before else now), held
+            try:
+                return thunk()
+            except Exception as error:
+                if type(error).__name__ != SHORT:
+                    raise
+                if now - began > LONGEST or now - moved > STILL or held in _in_vain:
+                    _in_vain.add(held)
+                    raise
+            time.sleep(LOOK)
+
+
+def _cuda():
+    """Returns torch.cuda where this process uses a GPU; loads nothing."""
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    return cuda if cuda and cuda.is_initialized() else None
 
 
 def _held_by_others() -> int:
-    """Gives back what this process does not need; returns how many bytes all others hold of its GPU."""
-    import torch  # noqa: PLC0415 (documents are listed without it)
-
+    """Gives back what this process does not need; returns how many bytes all others hold of its GPU, 0 without one."""
+    if not (cuda := _cuda()):
+        return 0
     gc.collect()
-    torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    return total - free - torch.cuda.memory_reserved()
+    cuda.empty_cache()
+    free, total = cuda.mem_get_info()
+    return total - free - cuda.memory_reserved()
 
 
 def give_back() -> None:
     """Gives back what a check leaves unused, where that is much: other processes wait for it."""
-    cuda = getattr(sys.modules.get("torch"), "cuda", None)
-    if cuda and cuda.is_initialized() and cuda.memory_reserved() - cuda.memory_allocated() > SPARE:
+    if (cuda := _cuda()) and cuda.memory_reserved() - cuda.memory_allocated() > SPARE:
         with contextlib.suppress(RuntimeError):  # a GPU that no longer answers: see faults.py
             cuda.empty_cache()
 

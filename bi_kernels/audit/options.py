@@ -51,10 +51,9 @@ class Run(Audited):
     publish: bool = publish()
     quick: bool = option(
         False,
-        "Checks every op in about a minute: bf16, a few layouts, one random case, one control for each audit. Writes "
-        "no reports.",
+        "Makes a few checks of every op in a minute, in bf16: a few layouts, one random case, one control a relation.",
     )
-    resume: bool = option(False, "Skips reports made by the same sources and parameters.")
+    resume: bool = option(False, "Skips reports made by the same kernels, versions and parameters.")
     jobs: int = option(None, "Number of audits at a time. Default: 1, or 2 with --quick.", type=positive)
     timeout: float = option(0.0, "Most seconds for one audit.")
     cell_timeout: float = option(0.0, "Most seconds for one notebook cell.")

@@ -4,8 +4,6 @@ the GPU has nothing to do."""
 import contextlib
 import importlib
 import os
-import signal
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 
@@ -45,21 +43,6 @@ class Processes(Pool):
                 return found, every
             rows |= lost
         raise RuntimeError(f"the GPU stopped answering {2 * faults.MOST} times in one part of the audit")
-
-
-def answer_uninterrupted() -> None:
-    """Has a notebook's kernel answer what it is asked about itself without an interrupt: papermill asks that last, and
-    shuts the kernel down, beginning with an interrupt, as soon as it has the answer and while the kernel still answers.
-    """
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    handlers = getattr(getattr(shell, "kernel", None), "shell_handlers", {})
-    if answer := handlers.get("kernel_info_request"):
-
-        def uninterrupted(*request):
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # until this request ends, when the kernel sets its own again
-            return answer(*request)
-
-        handlers["kernel_info_request"] = uninterrupted
 
 
 def begin(audit: str, parameters: dict) -> Processes:

@@ -14,6 +14,7 @@ from typing import ClassVar
 
 GROUPS = ("gemm", "drawn", "gradients", "attention", "decode", "rows", "lm_head", "calls")  # of the benchmark
 CHECKOUT = Path(__file__).parents[2]  # where benchmarks/ is, next to the package
+NOTEBOOKS = Path(__file__).parents[1] / "notebooks", CHECKOUT / "notebooks"  # of an installed package, of a checkout
 MOST = 2**63 - 1  # of an integer
 CHECKS = ("all", "quick")
 
@@ -23,27 +24,18 @@ def option(default=None, help: str = "", **how):
     return field(default=default, metadata=how | {"help": help})
 
 
-# `bi-audit run --dtype`; other parameters: `-p NAME VALUE`
-OPTIONS = {
-    "candidate": "What to audit: bi_kernels (default), torch, package.module:function or path/to/file.py:function.",
-    "dtype": "bf16, fp16 or fp32. Default: all three for ops, bf16 for whole models.",
-    "shapes": "tiny (default), qwen3-8b or llama3-8b. The CPU interpreter runs tiny only.",
-    "inputs": "For the audit any: 'x:bf16[300,64] ids:int64[300]<1000 eps:1e-6', or file.py:function.",
-    "device": "auto (default), cpu or cuda.",
-    "seed": "Seed of the inputs. Default: 0.",
-    "nproc": "For the audit world: number of processes, with a GPU each if there are. Default: 4.",
-}
-
-
-def integer(default: int, least: int = -MOST):
-    return field(default=default, metadata={"least": least})
+def integer(default: int, least: int = -MOST, help: str = ""):
+    return option(default, help, least=least)
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """What every kind of parameters checks: the dtype, the shapes and all integers."""
+    """What every audit takes; checks the dtype, the shapes and all integers."""
 
+    kind: ClassVar[str]  # of session that begins it
     dtypes: ClassVar[tuple[str, ...]] = ()  # all, and those of the contract
+    device: str = option("auto", "auto (default), cpu or cuda.")
+    seed: int = integer(0, 0, "Seed of the inputs. Default: 0.")
 
     def __post_init__(self):
         from bi_kernels.contract import DTYPES, SHAPES  # noqa: PLC0415 (imports torch)
@@ -65,12 +57,12 @@ class Parameters:
 class RegistryParameters(Parameters):
     """Parameters of an audit of the registry's ops."""
 
-    kind: ClassVar[str] = "registry"  # of session that begins it
-    dtype: str = "all"
-    candidate: str = "bi_kernels"
-    shapes: str = "tiny"
-    device: str = "auto"
-    seed: int = integer(0, least=0)
+    kind: ClassVar[str] = "registry"
+    candidate: str = option(
+        "bi_kernels", "What to audit: bi_kernels (default), torch, package.module:function or path/to/file.py:function."
+    )
+    dtype: str = option("all", "bf16, fp16 or fp32. Default: all three for ops, bf16 for whole models.")
+    shapes: str = option("tiny", "tiny (default), qwen3-8b or llama3-8b. The CPU interpreter runs tiny only.")
     op: str = ""  # which op a single function stands for
     checks: str = "all"  # or quick: a few of each op
 
@@ -90,8 +82,6 @@ class ModelParameters(Parameters):
     kind: ClassVar[str] = "model"
     dtype: str = "bf16"
     shapes: str = "tiny"
-    device: str = "auto"
-    seed: int = integer(0, least=0)
     checks: str = "all"  # or quick: a few of them
 
 
@@ -100,7 +90,7 @@ class WorldParameters(ModelParameters):
     """Parameters of the audit of parallelism, in processes of their own."""
 
     kind: ClassVar[str] = "world"
-    nproc: int = integer(4, least=1)  # processes, and GPUs, at most
+    nproc: int = integer(4, 1, "For the audit world: number of processes, with a GPU each if there are. Default: 4.")
     least: int = integer(2, least=1)  # processes of the smallest world, beside one process and the controls
     seconds: int = integer(600, least=1)  # that all worlds of as many processes may take
 
@@ -119,26 +109,17 @@ class RecipesParameters(ModelParameters):
 
 
 @dataclass(frozen=True)
-class IntegrationParameters(ModelParameters):
-    """Parameters of an audit of another library's models on this package's ops."""
-
-    kind: ClassVar[str] = "integration"
-
-
-@dataclass(frozen=True)
 class AnyParameters(Parameters):
     """Parameters of the audit `any`, of one callable in no registry."""
 
     kind: ClassVar[str] = "callable"
     candidate: str = ""
-    inputs: str = ""
+    inputs: str = option("", "For the audit any: 'x:bf16[300,64] ids:int64[300]<1000 eps:1e-6', or file.py:function.")
     batch: int = integer(0)  # the dimension of the first tensor that counts samples
     shared: str = ""  # tensors that all samples share, where it is not found out
     outputs: str = ""  # arguments that it writes into, of a launcher
     reference: str = ""  # as the candidate: able to compute in fp64
     seconds: int = integer(120, least=1)
-    device: str = "auto"
-    seed: int = integer(0)
 
     def __post_init__(self):
         if not self.candidate:
@@ -158,8 +139,6 @@ class ZooParameters(Parameters):
     kind: ClassVar[str] = "third-party"
     callables: str = ""  # nothing: a few; all; or some names, with ";" between
     seconds: int = integer(60)  # of each
-    device: str = "auto"
-    seed: int = integer(0)
 
 
 @dataclass(frozen=True)
@@ -169,13 +148,23 @@ class BenchParameters(Parameters):
     kind: ClassVar[str] = "bench"
     shapes: str = "tiny"  # a few small cells; else the whole grid, which has shapes of its own
     groups: str = ""  # all; or some names, with ";" between
-    device: str = "auto"
-    seed: int = integer(0, least=0)
 
     def __post_init__(self):
         in_checkout("bench", "benchmarks")
         groups_of(self.groups)
         super().__post_init__()
+
+
+def notebooks() -> Path | None:
+    """Returns the folder of the notebooks, None where it is missing."""
+    return next((place for place in NOTEBOOKS if place.is_dir()), None)
+
+
+def find_helpers() -> None:
+    """Puts the notebooks' folder on sys.path, so that `helpers` is found from any folder and in any process, and the
+    checkout, for `benchmarks`."""
+    if found := notebooks():
+        sys.path[:0] = [path for path in (str(found), str(found.parent)) if path not in sys.path]
 
 
 def in_checkout(command: str, folder: str) -> Path:
@@ -200,10 +189,18 @@ OTHERS = {  # every other audit is of the registry's ops, at shapes that somebod
     "zoo": ZooParameters,
     "chain": ModelParameters,
     "training": ModelParameters,
-    "transformers": IntegrationParameters,
+    "transformers": ModelParameters,
     "world": WorldParameters,
     "bench": BenchParameters,
     "recipes": RecipesParameters,
+}
+
+
+OPTIONS = {  # `bi-audit run --dtype`; other parameters: `-p NAME VALUE`
+    f.name: f.metadata["help"]
+    for kind in (RegistryParameters, AnyParameters, WorldParameters)
+    for f in fields(kind)
+    if f.metadata.get("help")
 }
 
 

@@ -8,8 +8,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 from IPython import get_ipython
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bi_kernels.audit.axes import Kind, by_kind
 from bi_kernels.audit.findings import Row, needs_fix
@@ -22,19 +20,13 @@ WIDTH = 100  # columns of a line
 
 
 class Voice:
-    """Says lines and shows a bar: to `bi-audit`, where that runs the audit; on stderr; in a notebook in its output,
-    which has no bar. quiet: does neither."""
+    """Says lines: to `bi-audit`, where that runs the audit; on stderr; in a notebook in its output. quiet: none."""
 
     def __init__(self, name: str, total: int, quiet: bool):
         self.name, self.total, self.quiet, self.known = name, total, quiet, set()
         self.began = self.told = time.monotonic()
         self.teller = os.environ.get("BI_AUDIT_TELL")
-        in_notebook = hasattr(get_ipython(), "kernel")
-        console = Console(stderr=True, soft_wrap=True)
-        columns = TextColumn(name), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-        bar = sys.stderr.isatty() and not self.teller and not quiet
-        self.bar = Progress(*columns, console=console, transient=True, disable=not bar)
-        self.out = sys.stdout if in_notebook else sys.stderr
+        self.out = sys.stdout if hasattr(get_ipython(), "kernel") else sys.stderr
 
     def say(self, text: str) -> None:
         """Says one line."""
@@ -43,32 +35,26 @@ class Voice:
             return
         if self.teller:
             self._tell(f"say {text}")
-            return
-        lines = textwrap.fill(text, WIDTH, subsequent_indent="    ", break_long_words=False)
-        if self.bar.disable:
-            print(lines, file=self.out, flush=True)
         else:
-            self.bar.console.print(lines, markup=False, highlight=False)
+            lines = textwrap.fill(text, WIDTH, subsequent_indent="    ", break_long_words=False)
+            print(lines, file=self.out, flush=True)
 
     def _tell(self, line: str) -> None:
         with suppress(OSError):  # whoever listened is gone
             os.write(int(self.teller), f"{line}\n".encode())
 
     def steps(self, steps: Iterable) -> Iterator:
-        """Yields steps, and shows how many are done."""
-        with self.bar:
-            task = self.bar.add_task(self.name, total=self.total)
-            for done, step in enumerate(steps, 1):
-                yield step
-                self.bar.update(task, completed=done)
-                now = time.monotonic()
-                if self.quiet or now - self.told < (OFTEN if self.teller else SELDOM):
-                    continue
-                self.told = now
-                if self.teller:
-                    self._tell(f"asked {done} {self.total}")
-                elif self.bar.disable:
-                    self.say(f"  {done} of {self.total} steps after {now - self.began:.0f} s")
+        """Yields steps, and says how many are done."""
+        for done, step in enumerate(steps, 1):
+            yield step
+            now = time.monotonic()
+            if self.quiet or now - self.told < (OFTEN if self.teller else SELDOM):
+                continue
+            self.told = now
+            if self.teller:
+                self._tell(f"asked {done} {self.total}")
+            else:
+                self.say(f"  {done} of {self.total} steps after {now - self.began:.0f} s")
 
     def found(self, rows: Iterable[Row]) -> None:
         """Says the first finding of each kind among rows that came."""
@@ -80,8 +66,7 @@ class Voice:
 
 def finding(r: dict, whose: str, what: str) -> str:
     """Says in a line what differs, where and how much."""
-    given = f", {r['inputs']} inputs" if r["inputs"] else ""
-    place = f"{r['layout']}{given}"
+    place = ", ".join(filter(None, (r["layout"], f"{r['inputs']} inputs" * bool(r["inputs"]))))
     if what in (Kind.ERROR, Kind.ATOMICS) or r["mismatches"] is None:
         return f"  found: {place}: {textwrap.shorten(r['detail'], LONGEST, placeholder=' …')}"
     of = f"{r['mismatches']:,} of {r['elements']:,} elements of {r['tensor']}"

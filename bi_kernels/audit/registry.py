@@ -44,12 +44,6 @@ class Op:
         return {name: DTYPES.get(own, dtype) for name, _, own in (out.partition(":") for out in self.outputs)}
 
 
-# arguments by which the layouts say where tokens lie; every other one of a public function is in an entry
-LAYOUT_ARGUMENTS = (
-    *("table", "positions", "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k"),
-    *("lengths_q", "lengths_k", "left_padded", "block_table"),
-)
-
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
 
 # what several ops share

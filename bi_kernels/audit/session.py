@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 
 import bi_kernels
-from bi_kernels.audit.checks import quick
-from bi_kernels.audit.checks.ops import judge
+from bi_kernels.audit.checks.ops import judge, quick
 from bi_kernels.audit.controls.run import judge_controls
 from bi_kernels.audit.findings import PASS, Row, grouped, needs_fix, verdict_of, write_rows
 from bi_kernels.audit.parallel import Processes
@@ -24,8 +23,6 @@ from bi_kernels.audit.targets.candidates import Candidate, resolve
 from bi_kernels.audit.targets.op import OpUnderTest
 from bi_kernels.audit.targets.op_config import OpConfig, problems
 from bi_kernels.contract import DTYPES
-
-EXAMPLES = 5  # of random layouts that a subject is judged in
 
 
 def start(audit: str, given: dict) -> "Session":
@@ -123,10 +120,10 @@ class Session:
         begins, on a GPU, what will be asked for next.
         """
         if self.quick:
-            rows = [row for s in self.make() for row in quick.check(s, forward, backward)]
+            rows = [row for s in self.make() for row in quick(s, forward, backward)]
             self.add(rows)
             return rows
-        return judge(self, EXAMPLES, forward, backward, meanwhile)
+        return judge(self, forward, backward, meanwhile)
 
     def add(self, rows: list[Row]) -> None:
         """Records rows as this audit's, and saves what there is so far."""

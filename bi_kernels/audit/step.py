@@ -5,7 +5,6 @@ The upstream gradient belongs to the step, not to a call: every logical token, o
 and padding has none.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ class NoBackward(ValueError):
 
 @dataclass(frozen=True)
 class Context:
-    """How a call and its backward are made, next to the layout of its tokens."""
+    """How calls and their backward are made, next to the layout of their tokens."""
 
     wanted: Collection[str] | None = None  # inputs and parameters whose gradient is wanted; None: of all
     used: Collection[int] | None = None  # outputs that have an upstream gradient; None: all
@@ -32,55 +31,46 @@ class Context:
     times: int = 1  # that the backward runs over the same graph; the last counts
     between: Callable[[], object] = lambda: None  # what comes between forward and backward
     function: Callable | None = None  # in place of the target's
+    view: Callable[[Tensor], Tensor] = lambda t: t  # in which an op is given its tokens and their upstream gradient
+    filler: str = "stale"  # what a callable is given in a place without a sample
 
     def wants(self, name: str) -> bool:
         return self.wanted is None or name in self.wanted
 
 
-class Step(ABC):
+PLAIN = Context()
+
+
+class Step:
     """Inputs of one kind with their upstream gradient, and what a target makes of them.
 
-    A subclass knows one kind of target: an op of the registry, or any callable.
+    A subclass knows one kind of target: an op of the registry, or any callable. A call is one of a layout, or None: all
+    tokens at once, as they are. A subclass has
+
+    - floating, parameters: names of the inputs that may want a gradient, and of those that all tokens share
+    - inputs(): new inputs of the whole call by name; taken(inputs, call, how): those of a call
+    - outputs_of(inputs, call, how): what the target returns; named(outputs, call): the same by name
+    - draw(outputs, call): draws `dy` where there is none yet; upstream(call): that of a call, new each time
+    - in_order(calls, parts, name): outputs, or gradients of the input `name`, a row a token in logical order
     """
+
+    floating: Sequence[str]
+    parameters: Collection[str]
 
     def __init__(self):
         self.dy: list[Tensor] = []  # the upstream gradient of each output, drawn when its shape is known
         self.in_grad: set[str] = set()  # parameters whose gradient the last backward left in `.grad`
         self.leaves: set[str] = set()  # what had a gradient wanted, so far
 
-    @property
-    @abstractmethod
-    def floating(self) -> list[str]:
-        """Names the inputs of the whole call that may want a gradient."""
-
-    @property
-    @abstractmethod
-    def parameters(self) -> Collection[str]:
-        """Names those of them that all tokens share, which may have a main_grad."""
-
-    @abstractmethod
-    def inputs(self) -> dict[str, Tensor]:
-        """Returns the inputs of the whole call by name, new ones each time."""
-
-    @abstractmethod
-    def outputs_of(self, given: dict, function: Callable | None = None) -> Sequence[Tensor]:
-        """Calls the target on all tokens at once."""
-
-    @abstractmethod
-    def named(self, outputs: Sequence[Tensor]) -> Results: ...
-
-    @abstractmethod
-    def draw(self, outputs: Sequence[Tensor]) -> None:
-        """Draws the step's upstream gradient where there is none yet."""
-
-    def upstream(self) -> list[Tensor]:
-        """Returns new upstream gradients of the whole call, in the shapes of its outputs."""
-        return [dy.clone() for dy in self.dy]
-
     @contextmanager
     def module_parameters(self, how: Context) -> Iterator[dict[str, Tensor]]:
         """Yields the parameters of a module that the target is; afterwards their gradients are as they were."""
         yield {}
+
+    @property
+    def of_tokens(self) -> list[str]:
+        """Names the inputs that may want a gradient and of which every token has its own."""
+        return [k for k in self.floating if k not in self.parameters]
 
     @cached_property
     def base(self) -> Results:
@@ -101,24 +91,38 @@ class Step(ABC):
         """Returns inputs of the same shapes that hold other numbers."""
         return {k: t.flip(0) if t.dim() else t for k, t in self.inputs().items()}
 
-    def made(self, given: dict | None = None, **how) -> Results:
-        """Returns the outputs of the whole call, and the gradients that its backward leaves; how: see Context."""
-        context, given = Context(**how), given or self.inputs()
+    def made(self, given: dict | None = None, calls: Sequence | None = None, **how) -> Results:
+        """Returns the outputs of the calls, and the gradients that their backward leaves, a row a token in logical
+        order. given: inputs of the whole call; calls: of a layout, else the whole call; how: see Context."""
+        context, inputs = Context(**how), given or self.inputs()
         with self.module_parameters(context) as module:
-            leaves = {k: given[k].requires_grad_() for k in self.floating if context.wants(k)} | module
-            self.leaves |= leaves.keys()
-            shared = {k: t for k, t in leaves.items() if k in module or k in self.parameters}
+            wanted = [k for k in self.floating if context.wants(k)]
+            shared = {k: inputs[k].requires_grad_() for k in wanted if k in self.parameters} | module
+            grads: dict[str, list] = {k: [] for k in wanted if k not in shared}
+            self.leaves |= {*wanted, *module}
             prepare((shared if context.main_grad else module).values(), context.main_grad)
-            outputs = self.outputs_of(given, context.function)
-            self.draw(outputs)
-            self.backward(outputs, self.upstream(), leaves.values(), context)
+            outputs = []
+            kept = lambda t: t.clone() if calls and t is not None else t  # the next call may write into it
+            for call in calls or (None,):
+                own = self.taken(inputs, call, context)
+                leaves = {k: own[k].requires_grad_() for k in grads}
+                y = self.outputs_of(own, call, context)
+                self.draw(y, call)
+                self.backward(y, self.upstream(call), [*leaves.values(), *shared.values()], context)
+                outputs.append(self.named([kept(t.detach()) for t in y], call))
+                for k, t in leaves.items():
+                    grads[k].append(kept(t.grad))
             self.in_grad = {k for k, t in shared.items() if t.grad is not None}
-            return self.named(outputs) | {f"d{k}": left(t) for k, t in leaves.items()}
+            merged = lambda parts, name="": self.in_order(calls, parts, name) if calls else parts[0]
+            every = [k for k in outputs[0] if all(k in made for made in outputs)]
+            left_of = lambda k: merged(grads[k], k) if k in grads else left(shared[k])
+            found = {k: merged([made[k] for made in outputs]) for k in every}
+            return found | {f"d{k}": left_of(k) for k in (*wanted, *module)}
 
     def rolled(self, given: dict | None = None, function: Callable | None = None) -> Results:
         """Returns the outputs of the whole call without gradients, as of a rollout."""
         with torch.no_grad():
-            outputs = self.outputs_of(given or self.inputs(), function)
+            outputs = self.outputs_of(given or self.inputs(), how=Context(function=function))
             return self.named([t.clone() for t in outputs])
 
     def backward(
@@ -131,7 +135,7 @@ class Step(ABC):
         how.between()
         for later in reversed(range(how.times)):
             with self.memory(later):
-                upstream = [how.upstream(i, dy[i]) for i in numbers]
+                upstream = [how.upstream(i, how.view(dy[i])) for i in numbers]
                 torch.autograd.backward([outputs[i] for i in numbers], upstream, retain_graph=later > 0)
             if later:
                 clear(leaves)

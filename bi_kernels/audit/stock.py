@@ -123,18 +123,9 @@ def _numbers(t: Tensor) -> list[int]:
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    lengths_q: Tensor | None = None,
-    lengths_k: Tensor | None = None,
-    left_padded: bool = False,
-    window: int | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, cu_seqlens_q=None, cu_seqlens_k=None, window: int | None = None, **where
 ) -> tuple[Tensor, Tensor]:
-    """Attends to packed sequences one by one, and to a padded batch in one call, with a mask.
+    """Attends to packed sequences one by one, and to a padded batch in one call, with a mask; where: see `visible`.
 
     The LSE is a product and a logsumexp of its own.
     """
@@ -145,10 +136,9 @@ def attention(
         parts = [attention(q[None, a:b], k[None, c:d], v[None, c:d], window=window) for a, b, c, d in each if a < b]
         return tuple(torch.cat([p[i][0] for p in parts]) for i in (0, 1))
     L, S = q.shape[1], k.shape[1]
-    seen = visible(q, k, lengths_q, lengths_k, left_padded, window)
-    plain = lengths_q is lengths_k is window is None
+    seen = visible(q, k, window=window, **where)
     heads = lambda t: t.transpose(1, 2)
-    how = {"is_causal": L > 1} if plain and L in (1, S) else {"attn_mask": seen}
+    how = {"attn_mask": seen} if where or window or L not in (1, S) else {"is_causal": L > 1}
     out = F.scaled_dot_product_attention(heads(q), heads(k), heads(v), enable_gqa=True, **how)
     wide = heads(k).float().repeat_interleave(q.shape[2] // k.shape[2], 1).mT
     lse = [

@@ -2,8 +2,7 @@
 
 from bi_kernels.model.cache import Cache, Rows, packed, padded
 from bi_kernels.model.decoder import CONFIGS, Config, Decoder
-from bi_kernels.model.generate import Generated, generate, score
-from bi_kernels.model.loss import policy_loss
+from bi_kernels.model.generate import Generated, generate, policy_loss, score
 
 __all__ = [
     "CONFIGS",

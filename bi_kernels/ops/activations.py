@@ -130,7 +130,7 @@ def _launch_for(op: str, n: int, device: int) -> Launch:
     return Launch(_activation_kernel, device, (triton.cdiv(n, BLOCK),), n, OP=op, **OPTIONS)
 
 
-def _launch(op: str, x: Tensor, up: Tensor | None, limit: float, alpha: float, offset: float) -> Tensor:
+def _launch(op: str, x, up, limit: float, alpha: float, offset: float) -> Tensor:
     x, up = x.contiguous(), None if up is None else up.contiguous()
     y = torch.empty_like(x)
     if x.numel():
@@ -143,17 +143,7 @@ def _fake(op, x, *_):
 
 
 @writes("dx", "d_up")
-def _gradient(
-    op: str,
-    x: Tensor,
-    up: Tensor | None,
-    dy: Tensor,
-    dx: Tensor | None,
-    d_up: Tensor | None,
-    limit: float,
-    alpha: float,
-    offset: float,
-) -> None:
+def _gradient(op: str, x, up, dy, dx, d_up, limit: float, alpha: float, offset: float) -> None:
     n, given = x.numel(), (x.contiguous(), None if up is None else up.contiguous(), dy.contiguous(), dx, d_up)
     if n:
         _gradient_kernel[(triton.cdiv(n, BLOCK),)](*given, limit, alpha, offset, n, OP=op, **OPTIONS)

@@ -49,15 +49,7 @@ def _launch_for(op: str, n: int, cols: int, device: int) -> Launch:
     return Launch(_elementwise_kernel, device, grid, n, cols, OP=op, BLOCK=BLOCK, **options)
 
 
-def _launch(
-    op: str,
-    x: Tensor,
-    other: Tensor | None,
-    factor: float,
-    dtype: torch.dtype,
-    layout: Tensor | None = None,
-    buffer: Tensor | None = None,
-) -> Tensor:
+def _launch(op: str, x, other, factor: float, dtype: torch.dtype, layout=None, buffer=None) -> Tensor:
     """layout, buffer: of a bias, for the backward."""
     x, other = x.contiguous(), None if other is None else other.contiguous()
     y = torch.empty_like(x, dtype=dtype)

@@ -101,13 +101,7 @@ def _launch_for(tokens: int, vocab: int, width: int, device: int) -> Launch:
     return Launch(_embedding_kernel, device, grid, tokens, vocab, width, ROWS=rows, BLOCK=block, num_warps=WARPS)
 
 
-def look_up(
-    ids: Tensor,
-    weight: Tensor,
-    padding_id: int | None = None,
-    layout: Tensor | None = None,
-    buffer: Tensor | None = None,
-) -> Tensor:
+def look_up(ids, weight, padding_id: int | None = None, layout=None, buffer=None) -> Tensor:
     """padding_id and what follows are for the backward."""
     ids, weight = ids.contiguous(), weight.contiguous()
     vocab, width = weight.shape
@@ -122,9 +116,7 @@ def _fake(ids, weight, padding_id, layout, buffer):
 
 
 @writes("out")
-def fold_rows(
-    dy: Tensor, ids: Tensor, layout: Tensor | None, padding_id: int | None, out: Tensor, continues: bool
-) -> None:
+def fold_rows(dy, ids, layout, padding_id: int | None, out, continues: bool) -> None:
     """out (vocab, hidden) = Σ dy of the tokens that hold an id, in the layout's order, on from what is there if it
     `continues`."""
     layout, dy, width = layout_of(layout), dy.contiguous(), dy.shape[-1]

@@ -1,6 +1,5 @@
 """Left folds: rows added one after another, which no tree of a reduction does."""
 
-import torch
 import triton
 import triton.language as tl
 
@@ -47,7 +46,7 @@ def _fold_partials_kernel(
     tl.store(out + col, (total + 0.0).to(out.dtype.element_ty), mask=inside)  # a zero sum is +0, however many zeros
 
 
-def fold_partials(partial: torch.Tensor, start: torch.Tensor | None, out: torch.Tensor) -> None:
+def fold_partials(partial, start, out) -> None:
     """out = start, or else 0, + partial[0] + partial[1] + …: partial (slabs, width) fp32, start fp32."""
     slabs, width = partial.shape
     grid, continues = (triton.cdiv(width, FOLD["BLOCK"]),), start is not None

@@ -33,14 +33,7 @@ def _kept_columns(hidden: Tensor, vocab: int, keep_bytes: float) -> int:
 
 
 def _launch(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    inv_temperature: float,
-    ignore_index: int,
-    keep_bytes: float = 0.0,
-    layout: Tensor | None = None,
-    buffer: Tensor | None = None,
+    hidden, weight, targets, inv_temperature: float, ignore_index: int, keep_bytes: float = 0, layout=None, buffer=None
 ) -> list[Tensor]:
     """logprob, entropy and lse of every row, and the logits (rows, columns) that are kept for the backward; the rest
     is for that too."""
@@ -71,19 +64,19 @@ def _scratch(hidden: Tensor, columns: int) -> Tensor:
 
 @writes("dhidden", "dw")
 def _gradient(
-    hidden: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    lse: Tensor,
-    entropy: Tensor,
-    kept: Tensor | None,
-    d_logprob: Tensor,
-    d_entropy: Tensor | None,
+    hidden,
+    weight,
+    targets,
+    lse,
+    entropy,
+    kept,
+    d_logprob,
+    d_entropy,
     inv_temperature: float,
     ignore_index: int,
-    layout: Tensor | None,
-    dhidden: Tensor | None,
-    dw: Tensor | None,
+    layout,
+    dhidden,
+    dw,
     continues: bool,
 ) -> None:
     """Writes dhidden and dW, each where it is given; dW goes on from what is there if it `continues`. dlogits take the

@@ -44,7 +44,7 @@ def _row_sum_kernel(x, out, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constex
     tl.store(out + row, total, mask=mine)
 
 
-def _launch(logits: Tensor, targets: Tensor, inv_temperature: float, ignore_index: int) -> list[Tensor]:
+def _launch(logits, targets, inv_temperature: float, ignore_index: int) -> list[Tensor]:
     """logprob, entropy and lse of every row, fp32."""
     logits = logits.contiguous()
     stats = Statistics(*logits.shape, logits.device, targets, inv_temperature)
@@ -58,15 +58,7 @@ def _fake(logits, targets, inv_temperature, ignore_index):
 
 @writes("out")
 def _gradient(
-    logits: Tensor,
-    targets: Tensor,
-    lse: Tensor,
-    entropy: Tensor,
-    d_logprob: Tensor,
-    d_entropy: Tensor | None,
-    inv_temperature: float,
-    ignore_index: int,
-    out: Tensor,
+    logits, targets, lse, entropy, d_logprob, d_entropy, inv_temperature: float, ignore_index: int, out
 ) -> None:
     logits, d_entropy = logits.contiguous(), None if d_entropy is None else d_entropy.contiguous()
     given = targets, lse, entropy, d_logprob.contiguous(), d_entropy
@@ -91,7 +83,7 @@ def _backward(ctx, d_logprob, d_entropy, _):
 _token_logprob = Op("token_logprob", _launch, _fake, _save, _backward)
 
 
-def _launch_log_softmax(logits: Tensor) -> list[Tensor]:
+def _launch_log_softmax(logits) -> list[Tensor]:
     """log_softmax and lse of every row, fp32."""
     logits = logits.contiguous()
     (rows, columns), out = logits.shape, torch.empty_like(logits, dtype=torch.float32)
@@ -107,7 +99,7 @@ def _fake_log_softmax(logits):
 
 
 @writes("out")
-def _log_softmax_gradient(logits: Tensor, lse: Tensor, dy: Tensor, out: Tensor) -> None:
+def _log_softmax_gradient(logits, lse, dy, out) -> None:
     logits, dy, total = logits.contiguous(), aligned(dy), torch.empty_like(lse)
     sizes, blocks = logits.shape, blocks_of(logits.shape[1])
     grid = grid_of(*sizes, blocks)

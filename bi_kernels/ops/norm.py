@@ -132,15 +132,7 @@ def _launch_for(rows: int, width: int, device: int, residual: bool) -> Launch:
 
 
 def norm_forward(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    eps: float,
-    op: str = "",
-    trains: bool = False,
-    heads: int = 1,
-    layout: Tensor | None = None,
-    buffer: Tensor | None = None,
+    x, residual, weight, eps: float, trains: bool = False, heads: int = 1, layout=None, buffer=None
 ) -> list[Tensor]:
     """Returns y, h = x + residual where a residual is given, both like x, and with `trains` rstd of every row; what
     follows is for the backward."""
@@ -155,7 +147,7 @@ def norm_forward(
     return [t for t in (y, None if residual is None else h, rstd) if t is not None]
 
 
-def _fake(x, residual, weight, eps, op, trains, heads, layout, buffer):
+def _fake(x, residual, weight, eps, trains, heads, layout, buffer):
     y = [torch.empty_like(x, memory_format=torch.contiguous_format) for t in (x, residual) if t is not None]
     return y + [x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)] * trains
 
@@ -195,18 +187,7 @@ def slab_sums(x, weight, rstd, dy, dh, slots, slabs: int, heads: int, dx, needs_
 
 
 @writes("dx", "dw")
-def norm_gradient(
-    x: Tensor,
-    weight: Tensor,
-    rstd: Tensor,
-    dy: Tensor,
-    dh: Tensor | None,
-    layout: Tensor | None,
-    heads: int,
-    dx: Tensor | None,
-    dw: Tensor | None,
-    continues: bool,
-) -> None:
+def norm_gradient(x, weight, rstd, dy, dh, layout, heads: int, dx, dw, continues: bool) -> None:
     """Writes dx and dweight, each where it is given; dweight goes on from what is there if it `continues`."""
     layout = layout_of(layout)
     if dx is not None and layout.padding:
@@ -218,7 +199,7 @@ def norm_gradient(
 
 
 def _save(ctx, inputs, outputs):
-    x, residual, weight, _, ctx.op, _, ctx.heads, ctx.layout, ctx.buffer = inputs
+    x, residual, weight, _, _, ctx.heads, ctx.layout, ctx.buffer = inputs
     *ys, rstd = outputs
     ctx.parameter = weight  # see _Linear
     ctx.save_for_backward(x if residual is None else ys[1], weight, rstd)
@@ -230,10 +211,10 @@ def _backward(ctx, dy, *dh):
     dh = dh[0] if len(dh) > 1 else None
     needs_x, needs_residual, needs_weight = ctx.needs_input_grad[:3]
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x or needs_residual else None
-    dw, continues = gradient_of(ctx.op, ctx.parameter, buffer=ctx.buffer) if needs_weight else (None, False)
+    dw, continues = gradient_of("rms_norm", ctx.parameter, buffer=ctx.buffer) if needs_weight else (None, False)
     dy = torch.zeros_like(x) if dy is None else dy
     norm_gradient(x, weight, rstd, dy, dh, ctx.layout, ctx.heads, dx, dw, continues)
-    return dx if needs_x else None, dx if needs_residual else None, None if continues else dw, *[None] * 6
+    return dx if needs_x else None, dx if needs_residual else None, None if continues else dw, *[None] * 5
 
 
 _norm = Op("rms_norm", norm_forward, _fake, _save, _backward)
@@ -260,7 +241,7 @@ def _apply(op: str, x: Tensor, residual: Tensor | None, weight: Tensor, eps: flo
     eps = _checked(op, x, residual, weight, eps, heads)
 
     def training() -> tuple:
-        return op, True, x.shape[-2] if heads else 1, *training_arguments(op, x, 1 + heads, weight=weight)
+        return True, x.shape[-2] if heads else 1, *training_arguments(op, x, 1 + heads, weight=weight)
 
     y, *h = _norm(x, residual, weight, eps, training=training)
     return y if residual is None else (y, h[0])

@@ -100,7 +100,7 @@ def _launch_for(
     )
 
 
-def _launch(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool, backward: bool) -> Tensor:
+def _launch(x, cos, sin, positions, interleaved: bool, backward: bool) -> Tensor:
     x, cos, sin, positions = x.contiguous(), cos.contiguous(), sin.contiguous(), positions.contiguous()
     y = torch.empty_like(x)
     if x.numel():

@@ -177,17 +177,17 @@ class Statistics:
 
 
 def dlogits(
-    logits: Tensor,
+    logits,
     first: int,
     vocab: int,
-    targets: Tensor,
-    lse: Tensor,
-    entropy: Tensor,
-    d_logprob: Tensor,
-    d_entropy: Tensor | None,
+    targets,
+    lse,
+    entropy,
+    d_logprob,
+    d_entropy,
     inv_temperature: float,
     ignore_index: int,
-    out: Tensor,
+    out,
 ) -> Tensor:
     """Returns the gradient of columns `first` and on of a vocabulary of `vocab`; out may be logits."""
     blocks, given = blocks_of(vocab), (logits, targets, lse, entropy, d_logprob, d_entropy, out)

@@ -18,11 +18,6 @@ def _bytes(t: Tensor) -> Tensor:
     return t.view(-1).view(torch.uint8)
 
 
-def _wide(t: Tensor, columns: int) -> Tensor:
-    """Views rows of a multiple of `columns` numbers as int64 if it fits: a strided copy costs time per number."""
-    return t.view(torch.int64) if columns * t.element_size() % 8 == 0 else t
-
-
 def exchange_async(group: dist.ProcessGroup, *moves: Move, kept: bool = False) -> Callable[[], list[Tensor]]:
     """Begins moves; returns a function that waits for them and returns a tensor a move.
 
@@ -46,7 +41,7 @@ def _collective(group: dist.ProcessGroup, move: Move) -> Callable[[], Tensor]:
     if move.all or columns == move.x.shape[1]:  # already contiguous
         x = move.x.contiguous()
     else:
-        x = torch.cat([_wide(part, columns).flatten() for part in move.x.split(columns, 1)]).view(move.x.dtype)
+        x = torch.cat([part.flatten() for part in move.x.split(columns, 1)])
     found, work = x.new_empty(ranks, rows, columns), None
     if x.numel() and move.all:
         work = all_gather(_bytes(found), _bytes(x), group=group, async_op=True)
@@ -59,8 +54,7 @@ def _collective(group: dist.ProcessGroup, move: Move) -> Callable[[], Tensor]:
             work.wait()
         if not move.beside or not found.numel():
             return found.view(move.shape(rank))
-        wide = _wide(found, columns).transpose(0, 1).contiguous()
-        return wide.view(x.dtype).view(rows, ranks * columns)
+        return found.transpose(0, 1).reshape(rows, ranks * columns)
 
     return wait
 
@@ -127,49 +121,36 @@ def merge(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return x
 
 
-class Shard(torch.autograd.Function):
-    """x[own], this rank's part of what every rank has whole; gather(dy) joins the gradients of all parts."""
+class Mapped(torch.autograd.Function):
+    """forward(x), whose gradient is backward(dy): a part of x and its gathering, or the other way round."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, own: slice | tuple[slice, slice], gather: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.gather = gather
-        return x[own]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy: Tensor):
-        return ctx.gather(dy), None, None
-
-
-class Gathered(torch.autograd.Function):
-    """gather(x), the whole of which each rank has a part, this one at `own`; its gradient is whole on every rank."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, own: slice | tuple[slice, slice], gather: Callable[[Tensor], Tensor]) -> Tensor:
-        ctx.own = own
-        return gather(x)
+    def forward(ctx, x: Tensor, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.gradient = backward
+        return forward(x)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy: Tensor):
-        return dy[ctx.own], None, None
+        return ctx.gradient(dy), None, None
 
 
 def shard_columns(x: Tensor, columns: slice, group: dist.ProcessGroup, kept: slice) -> Tensor:
     """Returns x[:, columns] of x (rows, columns), which every rank has; kept: the ranks whose gradients are wanted."""
     gather = lambda dy: torch.cat([*exchange(group, all_gather_rows(dy, group))[kept]], 1)
-    return Shard.apply(x, (slice(None), columns), gather)
+    return Mapped.apply(x, lambda x: x[:, columns], gather)
 
 
 def gather_columns(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Returns the columns of all ranks beside each other: (rows, ranks · columns) of x (rows, columns)."""
-    gather = lambda x: exchange(group, all_gather_columns(x, group), kept=True)
-    return Gathered.apply(x, (slice(None), own(x.shape[1], group)), gather)
+    gather, mine = lambda x: exchange(group, all_gather_columns(x, group), kept=True), own(x.shape[1], group)
+    return Mapped.apply(x, gather, lambda dy: dy[:, mine])
 
 
 def shard_tokens(x: Tensor, cuts: list[slice], group: dist.ProcessGroup) -> Tensor:
     """Returns this rank's tokens of x (tokens, columns), which every rank has."""
-    return Shard.apply(x, cuts[rank_and_world_size(group)[0]], lambda dy: gather_tokens(dy, cuts, group))
+    mine = cuts[rank_and_world_size(group)[0]]
+    return Mapped.apply(x, lambda x: x[mine], lambda dy: gather_tokens(dy, cuts, group))
 
 
 def own(columns: int, group: dist.ProcessGroup) -> slice:

@@ -50,13 +50,6 @@ class Move(NamedTuple):
         return max(self.rows) * self.columns * self.x.element_size() * len(self.rows)
 
 
-class _Plan(NamedTuple):
-    """The copies of a round of moves in a slot, relative to each move's x, and the tensors that arrive."""
-
-    copies: list[list[tuple[int, ...]]]  # of each move: where to, its pitch, where in x, its pitch, bytes, rows
-    came: list[Tensor]
-
-
 class _Round:
     """Waits, when called, for the tensors that all ranks send in a round, and returns them."""
 
@@ -82,7 +75,7 @@ class Peers:
         self.ready, *self.done = (_event() for _ in range(1 + SLOTS))
         self.read, self.readers = _event(), set()  # streams that have waited for what came
         self.rounds, self.room, self.due = 0, 0, WeakSet()  # rounds that somebody is still to wait for
-        self.plans: dict[tuple, _Plan] = {}
+        self.plans: dict[tuple, tuple[list, list[Tensor]]] = {}  # by a slot and the kinds of the moves in it
         self._grow(1)
 
     def _grow(self, size: int) -> None:
@@ -107,7 +100,7 @@ class Peers:
             raise RuntimeError(f"Peers: exchange was called with {len(self.due)} rounds due, expected at most 1")
         slot = self.rounds % SLOTS
         key = slot, *((m.x.shape, m.x.stride(), m.x.dtype, *m[1:]) for m in moves)
-        plan = self.plans.get(key) or self._plan(key, slot, moves)
+        copies, came = self.plans.get(key) or self._plan(key, slot, moves)
         self.rounds, done = self.rounds + 1, self.done[slot]
         runtime, side = _runtime(), self.stream.cuda_stream
         current = torch.cuda.current_stream(self.device)
@@ -116,9 +109,9 @@ class Peers:
         for stream in self.readers - {current.cuda_stream}:
             status = status or runtime.cudaEventRecord(self.read, stream)
             status = status or runtime.cudaStreamWaitEvent(side, self.read, 0)
-        for move, copies in zip(moves, plan.copies):
+        for move, its in zip(moves, copies):
             begin = move.x.data_ptr()
-            for to, pitch, source, apart, width, rows in copies:
+            for to, pitch, source, apart, width, rows in its:
                 if rows == 1:
                     status = status or runtime.cudaMemcpyAsync(to, begin + source, width, DEVICE_TO_DEVICE, side)
                 else:
@@ -131,12 +124,13 @@ class Peers:
             torch.cuda.set_stream(current)
         _must(status or runtime.cudaEventRecord(done, side))
 
-        due = _Round(self, plan.came, done, kept, moves)
+        due = _Round(self, came, done, kept, moves)
         self.due.add(due)  # until somebody has called it, or can no more
         return due
 
-    def _plan(self, key: tuple, slot: int, moves: Sequence[Move]) -> _Plan:
-        """Makes and caches the plan of such moves in a slot."""
+    def _plan(self, key: tuple, slot: int, moves: Sequence[Move]) -> tuple[list, list[Tensor]]:
+        """Returns the copies of each move in a slot (where to, its pitch, where in x, its pitch, bytes, rows) and the
+        tensors that arrive; remembers both."""
         ends = [0]
         for move in moves:
             ends.append(ends[-1] + -(-move.room() // ALIGNED) * ALIGNED)
@@ -144,13 +138,13 @@ class Peers:
             self._grow(ends[-1])
         if len(self.plans) >= PLANS:
             self.plans.clear()
-        plan = _Plan([], [])
+        copies, came = [], []
         for move, end in zip(moves, ends):
             at, x, shape = slot * self.room + end, move.x, move.shape(self.rank)
-            plan.copies.append([*self._copies(move, at)])
-            plan.came.append(self.memory[at : at + prod(shape) * x.element_size()].view(x.dtype).view(shape))
-        self.plans[key] = plan
-        return plan
+            copies.append([*self._copies(move, at)])
+            came.append(self.memory[at : at + prod(shape) * x.element_size()].view(x.dtype).view(shape))
+        self.plans[key] = copies, came
+        return copies, came
 
     def _copies(self, move: Move, at: int) -> Iterator[tuple[int, ...]]:
         """Yields the copies of a move; contiguous rows are one copy."""

@@ -14,8 +14,9 @@ from torch.autograd.function import once_differentiable
 
 from bi_kernels.checks import aligned
 from bi_kernels.ops import norm
-from bi_kernels.parallel.exchange import Gathered, gather_tokens, rank_and_world_size, shard_tokens
-from bi_kernels.tokens import SLAB, TokenLayout, layout_for, main_grad
+from bi_kernels.ops.fold import fold_partials
+from bi_kernels.parallel.exchange import Mapped, gather_tokens, rank_and_world_size, shard_tokens
+from bi_kernels.tokens import SLAB, TokenLayout, gradient_of, layout_for, main_grad
 
 
 class Plan(NamedTuple):
@@ -83,7 +84,9 @@ class _Norm(torch.autograd.Function):
         if needs_weight:
             every = gather_tokens(partial, plan.slabs, ctx.group)
             every = every if plan.order is None else every[plan.order]
-            dw = norm.fold_slabs(ctx.op, every, ctx.parameter)
+            dw, continues = gradient_of(ctx.op, ctx.parameter)
+            fold_partials(every, dw if continues else None, dw)
+            dw = None if continues else dw
         return None, None, None, dx if needs_x else None, dx if needs_residual else None, dw, None
 
 
@@ -103,5 +106,5 @@ def local_shard(x: Tensor, group: dist.ProcessGroup) -> LocalShard:
 def all_tokens(x: LocalShard, group: dist.ProcessGroup) -> Tensor:
     """Returns the tokens of all ranks, (…, hidden)."""
     cuts = x.plan.tokens
-    gather = lambda mine: gather_tokens(mine, cuts, group)
-    return Gathered.apply(x.mine, cuts[rank_and_world_size(group)[0]], gather).view(*x.lead, -1)
+    own = cuts[rank_and_world_size(group)[0]]
+    return Mapped.apply(x.mine, lambda mine: gather_tokens(mine, cuts, group), lambda dy: dy[own]).view(*x.lead, -1)

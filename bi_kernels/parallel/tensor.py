@@ -192,20 +192,18 @@ class TensorParallel:
         trains = torch.is_grad_enabled() and (of_weight or x.requires_grad or part is not None)
         if given == K and not trains or given not in (K, K // self.ranks):
             return linear(x, weight, bias)
-        flat = x.reshape(-1, given)
+        if not trains and not self._split():
+            return linear_of_parts(self.group, x.reshape(-1, given), weight, bias).view(*lead, rows * self.ranks)
+        flat, layout = x.reshape(-1, given), layout_for("linear", lead, of_weight)
         if given == K:
             part, cuts = self._part(x) if part is None else (part, cuts)
-            layout = layout_for("linear", lead, of_weight)
             y = ColumnParallelLinear.apply(self.group, layout, cuts, part, flat.detach(), weight, bias)
             return y.view(*lead, rows)
+        plan = None
         if self._split():
             plan = plan_of(layout_for("sequence parallelism", lead), self.group, x.device)
-            layout = layout_for("linear", lead, of_weight)
-            return LocalShard(GatheredLinear.apply(self.group, layout, plan.tokens, flat, weight, bias), lead, plan)
-        if not trains:
-            return linear_of_parts(self.group, flat, weight, bias).view(*lead, rows * self.ranks)
-        layout = layout_for("linear", lead, of_weight)
-        return GatheredLinear.apply(self.group, layout, None, flat, weight, bias).view(*lead, rows * self.ranks)
+        y = GatheredLinear.apply(self.group, layout, plan and plan.tokens, flat, weight, bias)
+        return LocalShard(y, lead, plan) if plan else y.view(*lead, rows * self.ranks)
 
     def qk_norm(self, x: Tensor, weight: Tensor, eps: float = EPS) -> Tensor:
         """Returns qk_norm of this rank's heads (…, heads, head_dim); dweight sums over all ranks' heads."""

@@ -18,7 +18,7 @@ from bi_kernels.workbench.audit import audit, drift
 from bi_kernels.workbench.run import asm, first_launch, run
 from bi_kernels.workbench.source import command, write_op
 from bi_kernels.workbench.step import step
-from bi_kernels.workbench.summation_order import draw, first_parting, order, over_k, over_tokens
+from bi_kernels.workbench.summation_order import draw, first_divergence, order, over_k, over_tokens
 
 __all__ = [
     "KernelError",
@@ -28,7 +28,7 @@ __all__ = [
     "draw",
     "drift",
     "first_launch",
-    "first_parting",
+    "first_divergence",
     "order",
     "over_k",
     "over_tokens",

@@ -18,8 +18,8 @@ from bi_kernels.audit import executor
 from bi_kernels.audit.compare import Drift, compare
 from bi_kernels.audit.kernel_error import KernelError, kernel_error
 from bi_kernels.audit.report import markdown
-from bi_kernels.audit.static import binary, compile_text
-from bi_kernels.audit.static.compile_text import CELL, Compiled, copied
+from bi_kernels.audit.static import binary
+from bi_kernels.audit.static.binary import CELL, Compiled, copied
 from bi_kernels.audit.static.function import without_choosers
 from bi_kernels.checks import integers_of
 from bi_kernels.interpreter.launch import Launch
@@ -78,7 +78,7 @@ def run(kernel, grid: tuple[int, ...], *args, **options) -> Run:
     grid, given = arguments("run", kernel, grid, args, options)
     text, name = source(kernel), kernel.fn.__name__
     # its arguments go there before the launch here writes into them
-    compiling = executor.begin(f"{compile_text.__name__}:compiled", name, text, grid, copied(given), interpreter=False)
+    compiling = executor.begin(f"{binary.__name__}:compiled", name, text, grid, copied(given), interpreter=False)
     try:
         with kernel_errors():
             tensors, backwards = launched(kernel, grid, copied(given)), None

@@ -15,7 +15,7 @@ import triton
 
 from bi_kernels.audit import parameters
 from bi_kernels.audit.kernel_error import line_of
-from bi_kernels.audit.static.compile_text import CELL
+from bi_kernels.audit.static.binary import CELL
 from bi_kernels.audit.static.finding import KERNELS
 from bi_kernels.audit.static.function import without_choosers
 from bi_kernels.contract import dtype_name

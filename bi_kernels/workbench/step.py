@@ -17,7 +17,7 @@ import triton.language as tl
 from triton.runtime import interpreter as stock
 
 from bi_kernels.audit.kernel_error import kernel_error
-from bi_kernels.audit.static.compile_text import copied
+from bi_kernels.audit.static.binary import copied
 from bi_kernels.checks import integers_of
 from bi_kernels.interpreter.builder import Builder
 from bi_kernels.interpreter.formats import numbers

@@ -22,6 +22,7 @@ from bi_kernels.interpreter.tensor_core import mma
 from bi_kernels.tokens import TokenLayout
 
 MANY = 4096  # probes of a call, where the callable does not say how many it wants
+LINES = 6  # of a table of where two orders differ
 SHARED, OWN = "#0072B2", "#D55E00"
 
 
@@ -206,14 +207,12 @@ def _tree(lost: np.ndarray) -> Tree:
     return tree
 
 
-def first_parting(
-    a: Tree, b: Tree, terms: np.ndarray, names: Sequence[str] = ("a", "b"), most: int = 6
-) -> pd.DataFrame:
+def first_divergence(a: Tree, b: Tree, terms: np.ndarray, names: Sequence[str] = ("a", "b")) -> pd.DataFrame:
     """Replays both trees in fp32 on the same terms: a table of where they first differ, and by how many ULP they end.
 
     A line is a partial sum, ordered by its last term: its terms, how each tree sums them ("–" where it never does), its
     value. A run of single additions is one line while nothing differs. The table starts at the last line on which both
-    agree, and has `most` lines and the end.
+    agree, and has LINES lines and the end.
     """
     trees = (a, b)
     values = [tree.partial_sums(terms) for tree in trees]
@@ -226,7 +225,7 @@ def first_parting(
         if ulp not in (0, "–") or any(k not in run for k, run in zip(made, inside) if k is not None):
             found.append((under, made, ulp))
     part = next((i for i, (*_, ulp) in enumerate(found) if ulp != 0), len(found))
-    shown = sorted({*range(max(0, part - 1), min(part + most, len(found))), len(found) - 1})
+    shown = sorted({*range(max(0, part - 1), min(part + LINES, len(found))), len(found) - 1})
     frame = []
     for under, made, ulp in (found[i] for i in shown):
         line = {"sum over": _range(under)[0]}

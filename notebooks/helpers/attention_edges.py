@@ -7,12 +7,12 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+import bi_kernels
 from bi_kernels import reference
 from bi_kernels.audit.axes import Side
 from bi_kernels.audit.checks import forward as judge
 from bi_kernels.audit.checks import gradient as gradients
 from bi_kernels.audit.compare import Drift, compare
-from bi_kernels.audit.controls import attention as controls
 from bi_kernels.audit.findings import Row
 from bi_kernels.audit.layouts import Call, spans
 from bi_kernels.audit.targets.op import CANCELLING, OpUnderTest
@@ -40,6 +40,18 @@ WIDE_LAYOUTS = ("singles", "left_padded", "chunked:16", "decode of the last two"
 WIDE_GRADIENTS = ("micro_batches:each", "batch")
 
 
+def nan_for_no_key(q, k, v, defect=True, **told):
+    out, lse = bi_kernels.attention(q, k, v, **told)
+    none = (lse == -torch.inf) & defect
+    return out.masked_fill(none[..., None], torch.nan), lse.masked_fill(none, torch.nan)
+
+
+def reads_wrapped_heads(q, k, v, defect=True, **told):
+    """Reads heads that begin 2**31 elements and more behind the first from the first on."""
+    near = lambda t: t[:, :, torch.arange(t.shape[2], device=t.device) % max(1, 2**31 // t.stride(2))]
+    return bi_kernels.attention(q, *(near(t) if defect and t.stride(2) > 2**28 else t for t in (k, v)), **told)
+
+
 def edges(session, number: int) -> list[Row]:
     """Judges sequences of no tokens, of no keys, of more queries than keys, and lengths around the tile, in one packed
     call and in a padded batch, against fp64."""
@@ -59,7 +71,7 @@ def edges(session, number: int) -> list[Row]:
 
 def nan_without_keys(session, _) -> list[Row]:
     """Judges the control that answers NaN where there is no key."""
-    s = session.subject("attention", session.dtypes[0], controls.nan_without_keys, "−inf rows giving NaN")
+    s = session.subject("attention", session.dtypes[0], nan_for_no_key, "−inf rows giving NaN")
     return [as_control(packed_edges(s))]
 
 
@@ -71,7 +83,7 @@ def far_heads(session, number: int) -> list[Row]:
 
 def wrapped_heads(session, _) -> list[Row]:
     """Judges the control that reads heads beyond 2**31 elements from the first on."""
-    s = session.subject("attention", session.dtypes[0], controls.wrapped_heads, "offsets of heads in 32 bits")
+    s = session.subject("attention", session.dtypes[0], reads_wrapped_heads, "offsets of heads in 32 bits")
     return [as_control(apart(s))]
 
 
@@ -175,7 +187,7 @@ def widths(session, case: str) -> list[Row]:
     s = replace(own, problem=replace(own.problem, op=op, case=case), own_lengths=(n, 1, n // 11, 5))
     *layouts, decode = WIDE_LAYOUTS
     calls = [*parts(n, 2, 1), *(Call(x[None]) for x in spans(s.lengths)[1:])]
-    rows = judge.invariance(s, only=layouts)
+    rows = judge.by_layout(s, only=layouts)
     rows += against_one_call(s, decode, calls, lambda: s.layout("packed"))
     step = Step(s, CANCELLING, s.lengths)
     whole = cache(lambda: step.gradients(step.layouts["packed"]))

@@ -11,7 +11,6 @@ import torch
 
 from bi_kernels import contract, reference
 from bi_kernels.audit.checks import gradient as gradients
-from bi_kernels.audit.checks.forward import against_bound
 from bi_kernels.audit.compare import Drift, Tensors, compare
 from bi_kernels.audit.controls import attention as controls
 from bi_kernels.audit.findings import Row
@@ -35,6 +34,18 @@ FROM = {True: 1100, False: 40}  # queries, enough for prefill
 # for the interpreter: its short sequences have several splits and are prefill, in programs that are few
 SMALL = replace(SCHEDULE, split=64, few=4, decode=Tiling(128, 64, 4, 4), merge_rows=256)
 SCHEDULES = {True: SCHEDULE, False: SMALL}
+
+
+def later_splits_weigh_more(q, k, v, defect=True, schedule=SCHEDULE, **told):
+    """Gives them a quarter more, as if their maximum were too small."""
+    attention, split = controls.in_schedule(schedule), schedule.split
+    near = attention(q, k, v, **told)
+    if not defect:
+        return near
+    far = attention(q, k, v, lengths_k=torch.full((len(k),), split, device=k.device), causal=False)
+    share = (far[1] - near[1]).exp()[..., None] if k.shape[1] > split else torch.ones_like(near[1])[..., None]
+    rest = (near[0].float() - share * far[0].float()) * 1.25
+    return (share * far[0].float() + rest).div(share + 1.25 * (1 - share)).to(q.dtype), near[1]
 
 
 def scheduled(session, s: OpUnderTest, **changed) -> OpUnderTest:
@@ -94,7 +105,7 @@ def generation(session, number: int) -> list[Row]:
 
 def later_splits(session, _) -> list[Row]:
     """Judges the control whose later splits weigh more."""
-    function = partial(controls.later_splits_weigh_more, schedule=SCHEDULES[session.on_gpu])
+    function = partial(later_splits_weigh_more, schedule=SCHEDULES[session.on_gpu])
     s = session.subject("attention", session.dtypes[0], function, "later splits weigh more")
     return [as_control(last_queries(replace(s, own_lengths=GENERATED[session.on_gpu][-1][:1])))]
 
@@ -137,7 +148,8 @@ def bounded(
     y64, magnitude, *n = exact
     p, relation = s.problem, gradients.ACCURACY if of else "accuracy"
     limit = contract.bound("attention", dtype, y64, magnitude, *(n or [p.reduction]), gradient=of, inputs=p.dtype)
-    return replace(against_bound(s, relation, y, y64, limit, dtype, "normal", len(y), layout, tensor), layout=layout)
+    said = {"rows": len(y), "detail": layout, "tensor": tensor}
+    return replace(s.against_bound(relation, y, y64, limit, dtype, **said), layout=layout)
 
 
 def as_control(rows: list[Row]) -> Row:
@@ -189,7 +201,7 @@ def starts(session, number: int) -> list[Row]:
         last = q[start:].clone().requires_grad_()
         found = s.called(last[None], k[None], v[None], **s.problem.op.constants)
         if not start:
-            step.draw(found, 2)
+            step.draw([t[0] for t in found])
         trained = {t: dy[None, start:] for t, dy in zip(found, step.dy) if t.requires_grad}
         dq = torch.autograd.grad([*trained], last, [*trained.values()])[0] if trained else None
         return tuple(t[0].detach() for t in found), dq

@@ -9,8 +9,8 @@ import torch
 import bi_kernels
 from bi_kernels import contract, reference
 from bi_kernels.audit import parallel
-from bi_kernels.audit.checks import forward, gradient_dtypes
-from bi_kernels.audit.checks.gradient_dtypes import WAYS
+from bi_kernels.audit.checks import forward, gradient
+from bi_kernels.audit.checks.gradient import BUFFERED, IN_GRAD
 from bi_kernels.audit.compare import Drift
 from bi_kernels.audit.controls.forward import bf16_accumulation, half_of_k_in_bf16, tf32_inputs
 from bi_kernels.audit.findings import NEEDS_FIX, PASS, UNSUPPORTED, Row
@@ -70,8 +70,8 @@ def gradients(session) -> Found:
     dtypes."""
     rows, lines = [], []
     for name, subjects in groupby(session.make(), lambda s: f"{s.problem.op.name} {s.problem.case}".strip()):
-        made = [row for s in subjects for row in gradient_dtypes.judge(s)]
-        lines.append({"op": name} | {way: _left([r for r in made if r.layout == way]) for way in WAYS})
+        made = [row for s in subjects for row in gradient.judge_dtypes(s)]
+        lines.append({"op": name} | {way: _left([r for r in made if r.layout == way]) for way in (IN_GRAD, BUFFERED)})
         rows += made
     return rows, lines
 

@@ -6,7 +6,7 @@ import torch
 
 import bi_kernels
 from bi_kernels import reference
-from bi_kernels.audit.checks import quick
+from bi_kernels.audit.checks.ops import QUICK
 from bi_kernels.audit.compare import Drift, compare
 from bi_kernels.audit.controls.forward import leaks_nan_neighbour, rope_bf16_positions, rope_by_row
 from bi_kernels.audit.findings import Row
@@ -18,7 +18,7 @@ from helpers.common import Counts, Found, differing, size
 
 def layout_map(session, rows: list[Row], dtype: str) -> Counts:
     """{op: {layout: elements that differ}} of the candidate, and of two broken ops for contrast."""
-    names = [n for n in layouts(size(session)["lengths"]) if not session.quick or n in quick.LAYOUTS]
+    names = [n for n in layouts(size(session)["lengths"]) if not session.quick or n in QUICK]
     seen: Counts = {}
     for r in rows:
         if r.relation == "invariance" and r.layout in names and r.dtype == dtype:

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from locator import invariant as exact
 from torch import Tensor, nn
 
-import bi_kernels
 from bi_kernels.model import Config, Decoder
 
 LENGTHS = (7, 1, 18)
@@ -24,15 +23,9 @@ def ids(device="cpu") -> list[Tensor]:
 def decoder(
     device, ops=exact, checkpointing: bool = False, biased: bool = False, dtype=torch.float32, **replaced
 ) -> Decoder:
-    names = (
-        {k: v for k, v in vars(ops).items() if callable(v)}
-        if ops is exact
-        else {k: getattr(bi_kernels, k) for k in bi_kernels.__all__}
-    )
-    config = Config(**SIZES, qkv_bias=biased)
-    return Decoder(
-        config, device, dtype, longest=64, checkpointing=checkpointing, ops=SimpleNamespace(**names | replaced)
-    )
+    names = {k: getattr(ops, k) for k in getattr(ops, "__all__", vars(ops))}
+    ops, config = SimpleNamespace(**names | replaced), Config(**SIZES, qkv_bias=biased)
+    return Decoder(config, device, dtype, longest=64, checkpointing=checkpointing, ops=ops)
 
 
 class Mixer(nn.Module):
@@ -75,11 +68,9 @@ def qwen3(device, where: str, change: Callable) -> tuple:
 
     ALL_ATTENTION_FUNCTIONS.register("bi_kernels_exact", attend)
     torch.manual_seed(0)
-    sizes = {k: SIZES[k] for k in ("head_dim",)} | {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
-    config = Qwen3Config(
-        vocab_size=97, num_attention_heads=4, num_key_value_heads=2, attn_implementation="bi_kernels_exact", **sizes
-    )
-    model = Qwen3ForCausalLM(config)
+    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = Qwen3ForCausalLM(Qwen3Config(attn_implementation="bi_kernels_exact", **sizes, **heads))
     for name, module in model.named_modules():
         if name.endswith("norm"):
             module.forward = lambda x, m=module: exact.rms_norm(x, m.weight)

@@ -6,6 +6,7 @@ Names and arguments are those of bi_kernels.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -39,34 +40,37 @@ def _keep_size(ctx, inputs, output):
     ctx.dim, ctx.count = inputs[1], inputs[0].shape[inputs[1]]
 
 
-def _total_backward(ctx, dy):
-    return dy.unsqueeze(ctx.dim).expand(*_with(dy.shape, ctx.dim, ctx.count)), None
+def repeated(x: Tensor, dim: int, count: int) -> Tensor:
+    """Returns x along one more dimension."""
+    at = dim % (x.dim() + 1)
+    return x.unsqueeze(dim).expand(*x.shape[:at], count, *x.shape[at:])
 
 
-def _with(shape: torch.Size, dim: int, count: int) -> list[int]:
-    """Returns a shape with one more dimension."""
-    at = dim % (len(shape) + 1)
-    return [*shape[:at], count, *shape[at:]]
+total.register_autograd(lambda ctx, dy: (repeated(dy, ctx.dim, ctx.count), None), setup_context=_keep_size)
 
 
-total.register_autograd(_total_backward, setup_context=_keep_size)
-
-
-class Along(torch.autograd.Function):
+class Custom(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, dim, count):
-        ctx.dim = dim
-        return x.unsqueeze(dim).expand(_with(x.shape, dim, count))
+    def forward(ctx, forward, backward, *tensors):
+        ctx.gradients = backward
+        ctx.save_for_backward(*tensors)
+        return forward(*tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        return total(dy, ctx.dim), None, None
+        found = ctx.gradients(dy, *ctx.saved_tensors)
+        return None, None, *(found if isinstance(found, tuple) else [found])
+
+
+def custom(forward: Callable, backward: Callable, *tensors: Tensor) -> Tensor:
+    """Returns forward(*tensors), whose gradients are backward(dy, *tensors)."""
+    return Custom.apply(forward, backward, *tensors)
 
 
 def along(x: Tensor, dim: int, count: int) -> Tensor:
     """Repeats x along a new dimension; the gradient is the total."""
-    return Along.apply(x, dim, count)
+    return custom(lambda x: repeated(x, dim, count), lambda dy, x: total(dy, dim), x)
 
 
 def slabs_of(dy: Tensor, layout: TokenLayout) -> Tensor:
@@ -85,27 +89,22 @@ def accumulate(weight: Tensor, slabs: Tensor) -> Tensor | None:
     return summed if buffer is None else None
 
 
-class Spread(torch.autograd.Function):
-    """A parameter beside every token; its gradient is the fold over the tokens."""
-
-    @staticmethod
-    def forward(ctx, weight, lead, fold):
-        ctx.parameter, ctx.layout, ctx.lead, ctx.fold = weight, layout_for("spread", lead), lead, fold
-        return weight.expand(*lead, *weight.shape).contiguous()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        rows = dy.reshape(-1, *ctx.parameter.shape)
-        return ctx.fold(ctx.parameter, slabs_of(rows, ctx.layout)), None, None
-
-
 def spread(weight: Tensor, lead: torch.Size, fold=accumulate) -> Tensor:
-    return Spread.apply(weight, lead, fold) if weight.requires_grad else weight
+    """Returns a parameter beside every token; its gradient is the fold over the tokens."""
+    if not weight.requires_grad:
+        return weight
+    layout = layout_for("spread", lead)
+    gradient = lambda dy, _: fold(weight, slabs_of(dy.reshape(-1, *weight.shape), layout))
+    return custom(lambda w: w.expand(*lead, *w.shape).contiguous(), gradient, weight)
+
+
+def terms(x: Tensor, weight: Tensor, fold=accumulate) -> Tensor:
+    """Returns (…, out, in), whose total over `in` is a linear layer's output."""
+    return along(x, -2, len(weight)) * spread(weight, x.shape[:-1], fold)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fold=accumulate) -> Tensor:
-    y = total(along(x, -2, len(weight)) * spread(weight, x.shape[:-1], fold), -1)
+    y = total(terms(x, weight, fold), -1)
     return y if bias is None else y + spread(bias, x.shape[:-1])
 
 
@@ -137,24 +136,14 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return gate * evenly(torch.sigmoid, gate) * up
 
 
-class Embedding(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, ids, weight, fold):
-        ctx.parameter, ctx.layout, ctx.fold = weight, layout_for("embedding", ids.shape), fold
-        ctx.save_for_backward(ids)
-        return weight[ids]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        (ids,) = ctx.saved_tensors
-        row = torch.arange(len(ctx.parameter), device=ids.device) == ids.reshape(-1, 1)
-        rows = row[:, :, None].to(dy.dtype) * dy.reshape(-1, 1, dy.shape[-1])
-        return None, ctx.fold(ctx.parameter, slabs_of(rows, ctx.layout)), None
-
-
 def embedding(ids: Tensor, weight: Tensor, fold=accumulate) -> Tensor:
-    return Embedding.apply(ids, weight, fold)
+    layout = layout_for("embedding", ids.shape)
+
+    def gradient(dy: Tensor, _) -> Tensor | None:
+        row = torch.arange(len(weight), device=ids.device) == ids.reshape(-1, 1)
+        return fold(weight, slabs_of(row[:, :, None].to(dy.dtype) * dy.reshape(-1, 1, dy.shape[-1]), layout))
+
+    return custom(lambda w: w[ids], gradient, weight)
 
 
 def by_sample(rows: int, width: int, attend: dict, device) -> Tensor:
@@ -181,30 +170,6 @@ def collect(grid: Tensor, place: Tensor, count: int) -> Tensor:
     return grid.new_zeros(count, *grid.shape[2:]).index_put((place[inside],), grid[inside])
 
 
-class Lay(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, flat, place):
-        ctx.place, ctx.count = place, len(flat)
-        return lay(flat, place)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        return collect(dy, ctx.place, ctx.count), None
-
-
-class Collect(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, grid, place, count):
-        ctx.place = place
-        return collect(grid, place, count)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        return lay(dy, ctx.place), None, None
-
-
 def every_head(t: Tensor, heads: int) -> Tensor:
     """Returns (samples, heads, LONGEST, head_dim) of as many heads as keys have."""
     return along(t, 2, heads // t.shape[1]).flatten(1, 2)
@@ -214,11 +179,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, window: int | None = None, core=N
     """Causal attention of whole sequences, each laid out on its own grid of LONGEST keys."""
     lead, heads = q.shape[:-2], q.shape[-2]
     place = by_sample(lead[0], lead[-1], attend, q.device)
-    grid = lambda t: Lay.apply(t.flatten(0, len(lead) - 1), place).transpose(1, 2)
+    to_grid, to_rows = (lambda t, _=None: lay(t, place)), (lambda t, _=None: collect(t, place, lead.numel()))
+    grid = lambda t: custom(to_grid, to_rows, t.flatten(0, len(lead) - 1)).transpose(1, 2)
     keys, values = (every_head(grid(t), heads) for t in (k, v))
     out = (core or softmax_attention)(grid(q), keys, values, (place >= 0).sum(1)).transpose(1, 2)
-    flat = Collect.apply(out, place, lead.numel())
-    return flat.view(*lead, *out.shape[2:]), None
+    return custom(to_rows, to_grid, out).view(*lead, *out.shape[2:]), None
 
 
 def products(q: Tensor, k: Tensor) -> Tensor:

@@ -2,21 +2,17 @@
 to plant them in.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from locator import invariant as exact
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 import bi_kernels
 
 PART, LONG = 4, 8  # keys that are added on their own, and of how many tokens a sequence is long
 MANY = 20  # tokens from which a fault chooses otherwise; the batch below has more, none of its samples has
-FORWARD, BACKWARD, PARAMETER = "forward", "backward", "parameter gradient"
 
 
 def many(x: Tensor, features: int = 1) -> bool:
@@ -33,19 +29,12 @@ def in_halves(product: Tensor, dim: int) -> Tensor:
     return in_parts(product, dim, (product.shape[dim] + 1) // 2)
 
 
-def products(x: Tensor, weight: Tensor) -> Tensor:
-    """Returns (…, out, in), whose total over `in` is a linear layer's output."""
-    return exact.along(x, -2, len(weight)) * exact.spread(weight, x.shape[:-1])
+def few_rows_in_halves(x, weight, bias=None):
+    return exact.linear(x, weight) if many(x) else in_halves(exact.terms(x, weight), -1)
 
 
-def linear_in_halves_for_few_rows(x, weight, bias=None):
-    if many(x):
-        return exact.linear(x, weight, bias)
-    return in_halves(products(x, weight), -1)
-
-
-def linear_in_halves_for_many_rows(x, weight, bias=None):
-    return in_halves(products(x, weight), -1) if many(x) else exact.linear(x, weight)
+def many_rows_in_halves(x, weight, bias=None):
+    return in_halves(exact.terms(x, weight), -1) if many(x) else exact.linear(x, weight)
 
 
 def fold_in_parts(weight: Tensor, slabs: Tensor) -> Tensor | None:
@@ -66,87 +55,63 @@ def fold_reversed(weight: Tensor, slabs: Tensor) -> Tensor | None:
     return exact.accumulate(weight, slabs.flip(0) if len(slabs) > 2 else slabs)
 
 
-class LinearBackwardInHalves(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return exact.total(x[..., None, :] * weight, -1)
+def linear_backward_in_halves(x: Tensor, weight: Tensor) -> Tensor:
+    """A linear layer, of (…, out, in) a weight beside every token, whose dX splits the sum in large calls."""
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
+    def gradients(dy, x, weight):
         product = dy[..., None] * weight
         return in_halves(product, -2) if many(dy) else exact.total(product, -2), dy[..., None] * x[..., None, :]
 
-
-def head_backward_in_halves(x: Tensor, weight: Tensor) -> Tensor:
-    return LinearBackwardInHalves.apply(x, exact.spread(weight, x.shape[:-1]))
+    return exact.custom(lambda x, w: exact.total(x[..., None, :] * w, -1), gradients, x, weight)
 
 
-class SwigluBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, gate, up):
-        ctx.save_for_backward(gate, up)
-        return exact.swiglu(gate, up)
+def backward_in_halves(x: Tensor, weight: Tensor) -> Tensor:
+    return linear_backward_in_halves(x, weight.expand(*x.shape[:-1], *weight.shape))
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        gate, up = ctx.saved_tensors
+
+def spread_backward_in_halves(x: Tensor, weight: Tensor, bias=None) -> Tensor:
+    return linear_backward_in_halves(x, exact.spread(weight, x.shape[:-1]))
+
+
+def swiglu_backward(gate, up):
+    def gradients(dy, gate, up):
         s = exact.evenly(torch.sigmoid, gate)
         slope = s + gate * s * (1 - s) if many(dy) else s * (1 + gate * (1 - s))
         return dy * up * slope, dy * gate * s
 
+    return exact.custom(exact.swiglu, gradients, gate, up)
 
-class RoundedGradient(torch.autograd.Function):
+
+def rounded_gradient(x: Tensor) -> Tensor:
     """Identity, whose backward rounds to bf16 where there are many rows."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        return dy.bfloat16().to(dy.dtype) if dy.shape[:-2].numel() > MANY else dy
+    rounded = lambda dy, _: dy.bfloat16().to(dy.dtype) if dy.shape[:-2].numel() > MANY else dy
+    return exact.custom(lambda x: x.view_as(x), rounded, x)
 
 
-class WeightedValues(torch.autograd.Function):
+def weighted_values(p: Tensor, v: Tensor, long: bool) -> Tensor:
     """(weights · values), whose backward splits the sum over queries where a sequence is long."""
 
-    @staticmethod
-    def forward(ctx, p, v, long):
-        ctx.save_for_backward(p, v)
-        ctx.long = long
-        return exact.total(p[..., None] * v[..., None, :, :], -2)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        p, v = ctx.saved_tensors
+    def gradients(dy, p, v):
         by_query = p[..., None] * dy[..., :, None, :]
-        dv = in_parts(by_query, -3, PART) if ctx.long else exact.total(by_query, -3)
-        return exact.total(dy[..., None, :] * v[..., None, :, :], -1), dv, None
+        dv = in_parts(by_query, -3, PART) if long else exact.total(by_query, -3)
+        return exact.total(dy[..., None, :] * v[..., None, :, :], -1), dv
+
+    return exact.custom(lambda p, v: exact.total(p[..., None] * v[..., None, :, :], -2), gradients, p, v)
 
 
-def attention_backward_by_length(q, k, v, lengths):
-    return WeightedValues.apply(exact.softmax(exact.products(q, k)), v, bool(lengths.max() > LONG))
+def backward_by_length(q, k, v, lengths):
+    return weighted_values(exact.softmax(exact.products(q, k)), v, bool(lengths.max() > LONG))
 
 
-def attention_split_by_length(q, k, v, lengths):
+def split_by_length(q, k, v, lengths):
     product = exact.weighted(exact.softmax(exact.products(q, k)), v)
     return in_parts(product, -2, PART) if lengths.max() > LONG else exact.total(product, -2)
 
 
-def attention_softmax_by_batch(q, k, v, lengths):
+def softmax_by_batch(q, k, v, lengths):
     weights = exact.exponentials(exact.products(q, k))
     summed = in_parts(weights, -1, PART) if len(q) > 1 else exact.total(weights, -1)
     return exact.total(exact.weighted(weights / exact.along(summed, -1, weights.shape[-1]), v), -2)
-
-
-def attention_with(core: Callable) -> Callable:
-    return lambda q, k, v, window=None, **attend: exact.attention(q, k, v, window, core, **attend)
 
 
 def rope_by_row(x, table, positions):
@@ -175,7 +140,7 @@ def swiglu_otherwise_when_recomputed(gate, up):
 
 
 def chunked_head(x, weight, targets, temperature=1.0):
-    return exact.lm_head_logprob(x, weight, targets, temperature, linear_in_halves_for_many_rows)
+    return exact.lm_head_logprob(x, weight, targets, temperature, many_rows_in_halves)
 
 
 def local_denominator(output, tokens: Tensor) -> Tensor:
@@ -202,23 +167,18 @@ def autocast_when_many(x: Tensor) -> Tensor:
         return (x @ eye).float()
 
 
+def share_of_the_largest(x: Tensor) -> Tensor:
+    return x / x.detach().abs().amax()
+
+
 def cumsum_over_the_batch(x: Tensor) -> Tensor:
     return x + x.detach().flatten(0, 1).cumsum(0).view_as(x)
 
 
-class Reciprocal(torch.autograd.Function):
+def reciprocal(x: Tensor) -> Tensor:
     """1 / x, with another backward in large calls."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return 1 / x
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        (x,) = ctx.saved_tensors
-        return -dy * (1 / x) * (1 / x) if many(dy) else -dy / (x * x)
+    gradient = lambda dy, x: -dy * (1 / x) * (1 / x) if many(dy) else -dy / (x * x)
+    return exact.custom(lambda x: 1 / x, gradient, x)
 
 
 @triton.jit
@@ -233,8 +193,7 @@ def _row_mean_kernel(x, y, width: tl.constexpr, TILE: tl.constexpr):
 
 def row_mean(x: Tensor) -> Tensor:
     """Takes a row's mean off, in tiles whose size follows the number of rows."""
-    rows = x.shape[:-1].numel()
-    mean = x.new_empty(x.shape[:-1])
+    x, rows, mean = x.detach(), x.shape[:-1].numel(), x.new_empty(x.shape[:-1])
     _row_mean_kernel[(rows,)](x.contiguous(), mean, x.shape[-1], TILE=64 if many(x) else 8)
     return x - mean[..., None]
 
@@ -249,8 +208,4 @@ def ours_in_halves(x, weight, bias=None):
 
 
 def ours_rounded_backward(gate, up):
-    return RoundedGradient.apply(bi_kernels.swiglu(gate, up)[..., None, :])[..., 0, :]
-
-
-def few_rows_in_halves(x, weight):
-    return exact.linear(x, weight) if many(x) else in_halves(products(x, weight), -1)
+    return rounded_gradient(bi_kernels.swiglu(gate, up)[..., None, :])[..., 0, :]

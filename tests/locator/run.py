@@ -14,13 +14,7 @@ import torch
 from locator.faults import FAULTS, Fault
 
 from bi_kernels.audit.findings import sentence
-from bi_kernels.audit.localiser.cause import Cause
 from bi_kernels.audit.localiser.locate import locate
-
-
-def names_it(fault: Fault, cause: Cause) -> bool:
-    """Returns whether a cause is the op in which the fault was planted."""
-    return fnmatchcase(cause.path, fault.module) and fnmatchcase(cause.op, fault.op)
 
 
 def run_fault(fault: Fault, device: torch.device | str, folder: Path | None = None) -> dict:
@@ -28,12 +22,13 @@ def run_fault(fault: Fault, device: torch.device | str, folder: Path | None = No
     line = {"fault": fault.name, "expected": f"{fault.direction}: {fault.module or '(the model)'}, {fault.op}"}
     try:
         model, batch, *loss = fault.build(device)
-        report = locate(model, batch, fault.layouts, *loss, folder=folder)
+        report = locate(model, batch, ("batch", "singles"), *loss, folder=folder)
     except Exception as error:
         return line | {"right": False, "named": f"raised {sentence(error)}", "causes": 0}
     first = report.first
     said = f"{first.direction}: {first.path or '(the model)'}, {first.op}, {first.source}" if first else "nothing"
-    right = bool(first) and first.direction == fault.direction and all(names_it(fault, c) for c in report.causes)
+    named = all(fnmatchcase(c.path, fault.module) and fnmatchcase(c.op, fault.op) for c in report.causes)
+    right = bool(first) and first.direction == fault.direction and named
     scripts = [c.script for c in report.causes if c.script]
     return line | {"right": right, "named": said, "causes": len(report.causes), "scripts": scripts, "report": report}
 

@@ -34,7 +34,7 @@ def more(t: CallableTarget) -> CallableTarget:
     return many
 
 
-def layouts(t: CallableTarget, kind: str) -> dict[str, tuple[Layout, str]]:
+def layouts(t: CallableTarget, kind: str) -> dict[str, Layout]:
     """Returns the layouts that a threshold on the number of samples changes, wherever it lies. On the brink one sample
     in five or so shows another order of a sum, so calls of few samples are made of several."""
     counts = set(edges(t.count, t.given_count))
@@ -44,14 +44,13 @@ def layouts(t: CallableTarget, kind: str) -> dict[str, tuple[Layout, str]]:
     calls = lambda m: [list(range(at, at + m)) for at in range(0, t.count - m + 1, m)][: -(-least // m)]
     alone = [[i] for i in t.every][:: -(-t.count // (ALONE if least == 1 else BRINK // 2))]
     some = {"singles": alone} if kind != "resampled" else {}
-    some |= {f"rows:{m}": calls(m) for m in sorted(counts) if m > 1}
-    return {layout: (calls, "stale") for layout, calls in some.items()}
+    return some | {f"rows:{m}": calls(m) for m in sorted(counts) if m > 1}
 
 
-def gradient_layouts(t: CallableTarget) -> dict[str, tuple[Layout, str]]:
+def gradient_layouts(t: CallableTarget) -> dict[str, Layout]:
     """Returns the few layouts in which gradients of cancelling inputs are compared."""
     some = {"micro_batches:ragged": plan(t.count, t.seed)["micro_batches:ragged"]}
-    return some | {f"rows:{m}": ([list(range(m))], "stale") for m in edges(t.count, t.given_count)[1::2]}
+    return some | {f"rows:{m}": [list(range(m))] for m in edges(t.count, t.given_count)[1::2]}
 
 
 def judged(t: CallableTarget, kind: str) -> list[Row]:
@@ -66,11 +65,7 @@ def judged(t: CallableTarget, kind: str) -> list[Row]:
     except Exception as error:
         t.refused[f"{kind} inputs"] = sentence(error)
         return []
-    return [
-        row
-        for layout, (calls, filler) in layouts(t, kind).items()
-        for row in invariance(t, layout, calls, filler, whole)
-    ]
+    return [row for layout, calls in layouts(t, kind).items() for row in invariance(t, layout, calls, whole)]
 
 
 def gradients_judged(t: CallableTarget) -> list[Row]:
@@ -81,8 +76,4 @@ def gradients_judged(t: CallableTarget) -> list[Row]:
     except Exception as error:
         t.refused[f"a backward of {SHARP[0]} inputs"] = sentence(error)
         return []
-    return [
-        row
-        for layout, (calls, filler) in gradient_layouts(t).items()
-        for row in gradients(t, step, layout, calls, filler, whole)
-    ]
+    return [row for layout, calls in gradient_layouts(t).items() for row in gradients(t, step, layout, calls, whole)]

@@ -10,13 +10,12 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from bi_kernels import contract
-from bi_kernels.audit.accuracy import against_bound
 from bi_kernels.audit.axes import Kind
 from bi_kernels.audit.checks.requests import AGAINST, MOST, gradient_requests
 from bi_kernels.audit.compare import compare, raw
 from bi_kernels.audit.findings import ACCURACY, DETERMINISM, INVARIANCE, UNSUPPORTED, Row, grouped, needs_fix, sentence
 from bi_kernels.audit.step import NoBackward, Results
-from bi_kernels.audit.targets.any_callable import SAMPLE, WHOLE, CallableTarget, Layout, tensors
+from bi_kernels.audit.targets.any_callable import REFUSALS, SAMPLE, WHOLE, CallableTarget, Layout, tensors
 from bi_kernels.audit.targets.callable_step import Step
 from bi_kernels.contract import CONTRACT, dtype_name
 
@@ -26,15 +25,16 @@ RANDOM = "random: equal once torch.manual_seed is called before each call; nothi
 UNSTEADY = "not deterministic, whatever the seed; nothing else was judged"
 
 
-def plan(count: int, seed: int = 0) -> dict[str, tuple[Layout, str]]:
-    """Returns {layout: (calls, what fills a place without a sample)} over `count` samples."""
+def plan(count: int, seed: int = 0) -> dict[str, Layout]:
+    """Returns the layouts of `count` samples by name; behind "neighbours:" that says what fills other samples'
+    places."""
     every = list(range(count))
     some = torch.linspace(0, count - 1, min(count, SINGLES), dtype=torch.float64, device="cpu").round().int().tolist()
     third, pad = max(1, count // 3), -count % 16 or 16
     order = torch.randperm(count, generator=torch.Generator("cpu").manual_seed(seed), device="cpu").tolist()
     order = order if order != every else every[::-1]
     beside = [[i if i % 2 == parity else -1 for i in every] for parity in (0, 1)]
-    layouts = {  # those that tell most come first, should the time run out
+    return {  # those that tell most come first, should the time run out
         "singles": [[i] for i in some],
         "permuted": [order],
         "padded": [every + [-1] * pad],
@@ -45,23 +45,26 @@ def plan(count: int, seed: int = 0) -> dict[str, tuple[Layout, str]]:
         "neighbours:largest": beside,
         **{f"rows:{m}": [every[:m]] for m in contract.rows(count) if m < count},
     }
-    filler = lambda layout: layout.partition(":")[2] if layout.startswith("neighbours:") else "stale"
-    return {layout: (calls, filler(layout)) for layout, calls in layouts.items()}
+
+
+def filler_of(layout: str) -> str:
+    """Returns what a layout fills places without a sample with."""
+    return layout.partition(":")[2] if layout.startswith("neighbours:") else "stale"
 
 
 class Refused(Exception):
     """Raised where a callable does not take NaN, or the largest number, beside its samples."""
 
 
-def filled(layout: Layout, filler: str, make: Callable):
-    """Returns what `make` makes with a filler; one of the samples fills what a callable refuses to take filled
+def filled(name: str, layout: Layout, make: Callable):
+    """Returns what `make` makes with a layout's filler; one of the samples fills what a callable refuses to take filled
     otherwise. Raises Refused where it refuses NaN or the largest number."""
     try:
-        return make(filler)
-    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
-        if isinstance(error, NoBackward):
-            raise
-        if filler != "stale":
+        return make(filler_of(name))
+    except NoBackward:
+        raise
+    except REFUSALS as error:
+        if filler_of(name) != "stale":
             raise Refused(sentence(error)) from None
         if all(i >= 0 for call in layout for i in call):
             raise
@@ -90,7 +93,7 @@ def determinism(t: CallableTarget, runs: int) -> list[Row]:
     return rows
 
 
-def invariance(t: CallableTarget, name: str, layout: Layout, filler: str, whole: dict) -> list[Row]:
+def invariance(t: CallableTarget, name: str, layout: Layout, whole: dict) -> list[Row]:
     """Compares every sample's bits under a layout with those of the whole batch."""
     samples = samples_of(layout)
     sizes = ", ".join(map(str, sorted({len(call) for call in layout})))
@@ -99,7 +102,7 @@ def invariance(t: CallableTarget, name: str, layout: Layout, filler: str, whole:
     def rows(kind: str) -> list[Row]:
         wanted = [w[samples] for w in whole[kind]]
         try:
-            found = filled(layout, filler, lambda filler: t.compute(layout, filler, kind))
+            found = filled(name, layout, lambda filler: t.compute(layout, filler, kind))
         except Refused as error:
             return [t.row("invariance", name, inputs=kind, verdict=UNSUPPORTED, rows=said["rows"], detail=str(error))]
         out = t.compared("invariance", name, found, wanted, inputs=kind, **said)
@@ -157,33 +160,29 @@ def requests(t: CallableTarget, step: Step) -> dict[str, Callable[[], list[Row]]
         return [t.row(INVARIANCE, KEPT, compare(a, b), **told) for a, b in zip(seen, before)]
 
     asked = gradient_requests(step, exact=False)
-    if len(step.folded) - len(step.trained) > MOST:
-        count = len(step.folded) - len(step.trained)
+    if (count := len(step.folded) - len(step.trained)) > MOST:
         t.refused["each gradient alone"] = f"there are {count}, of which the first {MOST} were asked"
     of_zeros = lambda name: "zeros of the others" if name.startswith("output ") else said["against"]
-    against = {name: {"against": AGAINST.get(name, of_zeros(name))} for name in asked}
-    out = {name: partial(t.gradient_rows, name, variant, **said | against[name]) for name, variant in asked.items()}
-    told = said | {"against": "the whole batch, in its order", "axes": [Kind.PLACE]}
-    return out | {UNBUFFERED: partial(t.gradient_rows, UNBUFFERED, unbuffered, **told), KEPT: kept}
+    row = lambda name, variant, **more: partial(t.gradient_rows, name, variant, **said | more)
+    out = {name: row(name, variant, against=AGAINST.get(name, of_zeros(name))) for name, variant in asked.items()}
+    in_order = row(UNBUFFERED, unbuffered, against="the whole batch, in its order", axes=[Kind.PLACE])
+    return out | {UNBUFFERED: in_order, KEPT: kept}
 
 
-def gradients(t: CallableTarget, step: Step, name: str, layout: Layout, filler: str, whole: dict) -> list[Row]:
+def gradients(t: CallableTarget, step: Step, name: str, layout: Layout, whole: dict) -> list[Row]:
     """Compares what backward left under a layout with what it left for the whole batch."""
     said, samples = {"rows": max(map(len, layout)), "inputs": step.kind}, samples_of(layout)
 
     def rows() -> list[Row]:
         try:
-            found, out = filled(layout, filler, lambda filler: step.gradients(layout, filler)), []
+            found = filled(name, layout, lambda filler: step.gradients(layout, filler))
         except Refused as error:
             return [t.row(INVARIANCE, name, verdict=UNSUPPORTED, detail=str(error), **said)]
-        for k, expected in whole.items():
-            batched = k.removeprefix("d") in t.batched
-            if not batched and (filler not in ("stale", SAMPLE) or len(samples) < t.count):
-                continue  # NaN beside a sample is in the sum over samples, and one that is left out is not
-            drift = compare(found[k], expected[samples] if batched else expected) if k in found else None
-            detail = "" if k in found else "backward left no gradient"
-            out.append(t.row(INVARIANCE, name, drift, tensor=k, detail=detail, **said))
-        return out
+        # NaN beside a sample is in the sum over samples, and one that is left out is not
+        summed = filler_of(name) == "stale" and len(samples) == t.count
+        batched = {k: k.removeprefix("d") in t.batched for k in whole}
+        wanted = {k: v[samples] if batched[k] else v for k, v in whole.items() if batched[k] or summed}
+        return t.differences(INVARIANCE, name, found, wanted, **said)
 
     return t.attempt(INVARIANCE, name, rows, **said)
 
@@ -197,39 +196,43 @@ def _limit(low: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> torch.
     return (CONTRACT["any"]["accuracy"] * own + u * exact.abs() + tiny).expand_as(exact)
 
 
-def gradient_accuracy(t: CallableTarget, step: Step, whole: dict, reference: Callable) -> list[Row]:
-    """Measures the error of the inputs' gradients like that of results, against those of `reference`."""
+def _errors(
+    t: CallableTarget, relation: str, found: dict, made: Callable[[dict, torch.dtype | None], dict]
+) -> list[Row]:
+    """Measures the error of what was found against what `made` makes of the arguments in fp64: at most twice that of
+    what it makes of them as given, and one rounding (the criterion of FlashAttention's tests)."""
+    raised = t.values | {k: v.double() for k, v in tensors(t.values).items() if v.is_floating_point()}
+    low, exact = made(t.values, None), made(raised, torch.float64)
+    said = {"inputs": "given", "rows": t.count, "detail": f"twice the reference's own error in {dtype_name(t.dtype)}"}
+    limit = lambda k, y: _limit(low[k], exact[k], y.dtype)
+    return [
+        t.against_bound(relation, y, exact[k].double(), limit(k, y), y.dtype, tensor=k, **said)
+        for k, y in found.items()
+        if k in exact
+    ]
 
-    def made(values: dict, upstream: list) -> dict:
+
+def gradient_accuracy(t: CallableTarget, step: Step, whole: dict, reference: Callable) -> list[Row]:
+    """Measures the error of the inputs' gradients against those of `reference`."""
+
+    def made(values: dict, dtype: torch.dtype | None) -> dict:
         other = copy.copy(t)
         other.function, other.module, other.values, other.drawn, other.compiled = reference, None, values, {}, False
         of = Step(other)
-        of.dy = upstream
+        of.dy = [dy.to(dtype or dy.dtype) for dy in step.dy]
         return of.gradients()
 
-    raised = t.values | {k: v.double() for k, v in tensors(t.values).items() if v.is_floating_point()}
-    low, exact = made(t.values, step.dy), made(raised, [dy.double() for dy in step.dy])
-    said = "given", t.count, f"twice the reference's own error in {dtype_name(t.dtype)}"
-    held = {k: y for k, y in whole.items() if k in exact}
-    limits = {k: _limit(low[k], exact[k], y.dtype) for k, y in held.items()}
-    return [against_bound(t, ACCURACY, y, exact[k].double(), limits[k], y.dtype, *said, k) for k, y in held.items()]
+    return _errors(t, ACCURACY, whole, made)
 
 
 def accuracy(t: CallableTarget, reference: Callable) -> list[Row]:
-    """Measures the error against `reference` in fp64: at most twice that of the reference itself in the inputs' dtype,
-    and one rounding (the criterion of FlashAttention's tests)."""
+    """Measures the error of results against those of `reference`."""
+    judged = lambda found: {name: found[i] for i, name in zip(t.judged, t.output_names())}
 
-    def expected(values: dict) -> list[torch.Tensor]:
+    def made(values: dict, dtype: torch.dtype | None) -> dict:
         found = tree_leaves(t.returned(reference, values))
         if len(found) != len(t.dims):
             raise ValueError(f"the reference returned {len(found)} tensors, expected {len(t.dims)}, as {t.name} does")
-        return found
+        return judged(found)
 
-    raised = t.values | {k: v.double() for k, v in tensors(t.values).items() if v.is_floating_point()}
-    rows = []
-    every = t.call(t.every), expected(t.values), expected(raised)
-    for i, name in zip(t.judged, t.output_names()):
-        y, low, exact = (found[i] for found in every)
-        said = "given", t.count, f"twice the reference's own error in {dtype_name(t.dtype)}", name
-        rows.append(against_bound(t, "accuracy", y, exact.double(), _limit(low, exact, y.dtype), y.dtype, *said))
-    return rows
+    return _errors(t, "accuracy", judged(t.call(t.every)), made)

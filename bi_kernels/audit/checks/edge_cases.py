@@ -10,7 +10,7 @@ import torch
 from bi_kernels import RopeTable
 from bi_kernels.audit.compare import Tensors
 from bi_kernels.audit.registry import Op
-from bi_kernels.audit.step import Results
+from bi_kernels.audit.step import Results, prepare
 from bi_kernels.audit.targets.op import CANCELLING, OpUnderTest
 from bi_kernels.audit.targets.op_step import Step
 from bi_kernels.contract import CONTRACT
@@ -65,11 +65,8 @@ def _one_token(u: Step, lead: tuple[int, ...]) -> Results:
     tokens, shared = u.parts(leaves)
     own = {k: t.reshape(lead + t.shape[1:]) for k, t in tokens.items()}
     outputs = u.subject.outputs(u.subject.forward(own, shared, lead, u.at[:1]))
-    trained = [(o, dy[:1].reshape(o.shape)) for o, dy in zip(outputs, u.dy) if o.requires_grad]
-    outs, dys = zip(*trained)
-    grads = u.grad(outs, [leaves[k] for k in u.floating], dys)
-    made = {k: t.reshape(1, *t.shape[len(lead) :]) for k, t in u.named(outputs).items()}
-    return made | {f"d{k}": g for k, g in zip(u.floating, grads)}
+    made = u.with_gradients(outputs, {k: leaves[k] for k in u.floating}, [dy[:1] for dy in u.dy])
+    return {k: t if k[1:] in leaves else t.reshape(1, *t.shape[len(lead) :]) for k, t in made.items()}
 
 
 def _positions_for_all(u: Step) -> tuple[Results, Results]:
@@ -85,8 +82,8 @@ def _positions_for_all(u: Step) -> tuple[Results, Results]:
 
     def made(**more) -> Results:
         x = tensors[0].clone().requires_grad_()
-        (y,) = u.subject.outputs(u.subject.called(x, *tensors[1:], **told | more))
-        return u.named([y]) | {"dx": u.grad([y], [x], [tensors[0].flip(0).contiguous()])[0]}
+        outputs = u.subject.outputs(u.subject.called(x, *tensors[1:], **told | more))
+        return u.with_gradients(outputs, {"x": x}, [tensors[0].flip(0)])
 
     return made(positions=one, table=apart), made()
 
@@ -108,18 +105,14 @@ def _more_keys(u: Step) -> tuple[Results, Results]:
         with TokenLayout.packed(ends[0].tolist()):
             outputs = u.subject.outputs(u.subject.called(*leaves.values(), **cu, **u.subject.constants()))
         zero = lambda dy: dy[q_rows].masked_fill((q_rows < 0).view(-1, *[1] * (dy.dim() - 1)), 0)
-        trained = [(o, zero(dy)) for o, dy in zip(outputs, u.dy) if o.requires_grad]
-        outs, dys = zip(*trained)
-        grads = u.grad(outs, list(leaves.values()), dys)
-        of_queries = {k: t[q_rows >= 0] for k, t in (u.named(outputs) | {"dq": grads[0]}).items()}
-        return of_queries | ({} if full else {f"d{k}": g for k, g in list(zip(leaves, grads))[1:]})
+        found = u.with_gradients(outputs, leaves, [zero(dy) for dy in u.dy])
+        of_keys = {k: found.pop(k) for k in ("dk", "dv")}
+        return {k: t[q_rows >= 0] for k, t in found.items()} | ({} if full else of_keys)
 
     every = range(len(KEYS))
     packed, alone, full = made(every), [made([i]) for i in every], made(every, full=True)
-    wanted = {k: torch.cat([m[k] for m in alone]) for k in packed}
-    return packed | {f"{k}, queries for all keys": t for k, t in full.items()}, wanted | {
-        f"{k}, queries for all keys": packed[k] for k in full
-    }
+    wanted, label = {k: torch.cat([m[k] for m in alone]) for k in packed}, "{}, queries for all keys".format
+    return packed | {label(k): t for k, t in full.items()}, wanted | {label(k): packed[k] for k in full}
 
 
 def _own_keys(u: Step) -> tuple[Results, Results]:
@@ -205,21 +198,16 @@ def _no_columns(u: Step, name: str) -> tuple[Results, Results]:
 
 def no_rows(u: Step) -> tuple[Results, Results]:
     """Calls the candidate on no token: outputs without rows, and gradients of parameters that are zeros."""
-    found, expected = {}, {}
+    found, expected, wanted = {}, {}, {k: t[:0] for k, t in u.results.items()}
     for way in ("grad", "main_grad"):
-        tokens, shared = u.parts(u.inputs())
-        leaves = {k: t[:0].clone() if k in tokens else t for k, t in (tokens | shared).items()}
-        for k in u.floating:
-            leaves[k].requires_grad_()
-            if way == "main_grad" and k in shared:
-                leaves[k].main_grad = torch.zeros_like(leaves[k], dtype=torch.float32)
-        nothing = {k: leaves[k] for k in tokens}, {k: leaves[k] for k in shared}
-        outputs = u.subject.outputs(u.subject.forward(*nothing, (0,), u.at[:0], (0, 0)))
-        trained = [o for o in outputs if o.requires_grad]
-        grads = u.grad(trained, [leaves[k] for k in u.floating], [torch.zeros_like(o) for o in trained])
-        made = dict(zip(u.floating, grads)) | {f"{k}.main_grad": getattr(leaves[k], "main_grad", None) for k in shared}
-        made = u.named(outputs) | {f"d{k}": t for k, t in made.items() if t is not None}  # no gradient is zeros
-        wanted = {k: t[:0] for k, t in u.results.items()}
+        leaves = {k: t[:0].clone() if k in u.tokens else t.clone() for k, t in u.inputs().items()}
+        trained = {k: leaves[k].requires_grad_() for k in u.floating}
+        if way == "main_grad":
+            prepare([t for k, t in trained.items() if k in u.shared], main_grad=True)
+        outputs = u.subject.outputs(u.subject.forward(*u.parts(leaves), (0,), u.at[:0], (0, 0)))
+        made = u.with_gradients(outputs, trained, [torch.zeros_like(y) for y in outputs])
+        made |= {f"d{k}.main_grad": getattr(leaves[k], "main_grad", None) for k in u.shared}
+        made = {k: t for k, t in made.items() if t is not None}  # no gradient is zeros
         found |= {f"{k}, {way}": t for k, t in made.items()}
         expected |= {f"{k}, {way}": wanted[k] if k in wanted else torch.zeros_like(t) for k, t in made.items()}
     return found, expected

@@ -4,18 +4,14 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import seed as hypothesis_seed
 
 from bi_kernels import contract
-from bi_kernels.audit.accuracy import against_bound
 from bi_kernels.audit.axes import Kind
 from bi_kernels.audit.checks.memory import by_view
 from bi_kernels.audit.compare import Drift, Tensors, compare
 from bi_kernels.audit.findings import Row
 from bi_kernels.audit.inputs import INTEGERS, KINDS
 from bi_kernels.audit.layouts import Call, layouts, of_each_token, random_layout, shapes_launched
-from bi_kernels.audit.memory import patiently
 from bi_kernels.audit.targets.op import CANCELLING, OpUnderTest, each, refusal
 from bi_kernels.contract import SWEEP
 
@@ -29,11 +25,6 @@ def supported(subject: OpUnderTest) -> Row | None:
         "invariance", "packed", lambda: subject.layout("packed"), lambda error: refusal(subject, error)
     )
     return raised[0] if raised else None
-
-
-def invariance(subject: OpUnderTest, only: Sequence[str] = ()) -> list[Row]:
-    """Judges every layout, or those named in `only`; see `by_layout`."""
-    return list(by_layout(subject, only))
 
 
 def by_layout(subject: OpUnderTest, only: Sequence[str] = ()) -> Iterator[Row]:
@@ -63,26 +54,28 @@ def _has_company(calls: Sequence[Call], lengths: Sequence[int]) -> bool:
     return any(len(np.unique(sample[call.index[call.index >= 0]])) > 1 for call in calls)
 
 
+def first_rows(subject: OpUnderTest, count: int, of: int, inputs: str) -> Tensors:
+    """Returns the results of the first `count` tokens in a call of the first `of`; of `nonfinite` inputs all other
+    tokens are not finite."""
+    n, leaky = subject.largest, inputs == "nonfinite"
+    at = torch.arange(n, device=subject.problem.device)
+    tokens, shared = subject.problem.inputs(inputs, n, at >= count) if leaky else subject.inputs(inputs, n)
+    apart = (0, count, of) if leaky and subject.problem.op.cache and count < of else None  # else they are a later part
+    own = {k: t[:of] for k, t in tokens.items()}
+    made = lambda: each(torch.clone, subject.call(own, shared, (of,), at[:of], apart))
+    found = subject.once(("rows", inputs, of, count if leaky else 0), made) if count < of else made()
+    return each(lambda t: t[:count], found)
+
+
 def by_row_count(subject: OpUnderTest) -> Iterator[Row]:
     """Compares the first M rows in a call of their own with the same rows in the largest call, M over the contract's
-    sweep.
-
-    The families of inputs take turns; where there is a sum to reorder, every M meets the sharpest one besides. With
-    `nonfinite` inputs the first M rows are finite and all others are not.
-    """
-    n = subject.largest
-    at = torch.arange(n, device=subject.problem.device)
-    always = {CANCELLING} if subject.problem.reduction > 1 else set()
+    sweep. The families of inputs take turns; where there is a sum to reorder, every M meets the sharpest one, too."""
+    n, always = subject.largest, {CANCELLING} if subject.problem.reduction > 1 else set()
 
     def row(m: int, kind: str) -> Row:
-        leaky = kind == "nonfinite"
-        tokens, shared = subject.problem.inputs(kind, n, at >= m) if leaky else subject.inputs(kind, n)
-        apart = (0, m, n) if leaky and subject.problem.op.cache and m < n else None  # else they are a later part
-        whole = lambda: each(torch.clone, subject.call(tokens, shared, (n,), at, apart))
-        expected = subject.once(("all rows", kind, m if leaky else 0), whole)
-        part = subject.call({k: t[:m] for k, t in tokens.items()}, shared, (m,), at[:m])
-        drift = compare(part, each(lambda t: t[:m], expected))
-        leaks = {"axes": [Kind.NEIGHBOURS]} if leaky and drift.max_abs == float("inf") else {}
+        expected = first_rows(subject, m, n, kind)
+        drift = compare(first_rows(subject, m, m, kind), expected)
+        leaks = {"axes": [Kind.NEIGHBOURS]} if kind == "nonfinite" and drift.max_abs == float("inf") else {}
         return subject.row("invariance", "rows", drift, **said(m, kind) | leaks)
 
     said = lambda m, kind: {"against": f"{n} rows", "inputs": kind, "rows": m}
@@ -91,45 +84,20 @@ def by_row_count(subject: OpUnderTest) -> Iterator[Row]:
             yield from subject.attempt("invariance", "rows", lambda: row(m, kind), **said(m, kind))
 
 
-class _Drifted(Exception):
-    """Raised by a random layout; an error of the candidate's own is something else."""
-
-
-def random_layouts(subject: OpUnderTest, examples: int = 10, kind: str = CANCELLING) -> Row:
-    """Judges layouts that hypothesis draws, in inference mode; on a drift, the smallest that it finds is the
-    evidence."""
-    worst: dict = {}
-    seen: list[int] = []
-    said = {"against": "packed", "inputs": kind, "rows": sum(subject.lengths)}
-
-    @hypothesis_seed(subject.problem.seed)
-    @settings(
-        max_examples=examples,
-        deadline=None,
-        database=None,
-        derandomize=False,
-        phases=(Phase.generate, Phase.shrink),
-        suppress_health_check=list(HealthCheck),
-    )
-    @given(random_layout(subject.lengths))
-    def same_bits(calls):
-        packed = subject.layout("packed", kind)
-        with torch.inference_mode():
-            drift = patiently(lambda: compare(subject.compute(calls, kind), packed))
-        seen.append(drift.elements)
-        if drift.mismatches:
-            worst.update(drift=drift, calls=calls)
-            raise _Drifted
+def random_layouts(subject: OpUnderTest, examples: int = 10) -> Row:
+    """Judges layouts drawn by the seed, in inference mode, up to the first that drifts."""
+    said = {"against": "packed", "inputs": CANCELLING, "rows": sum(subject.lengths)}
 
     def drawn() -> Row:
-        seen.clear()  # what a try before it left
-        worst.clear()
-        try:
-            same_bits()
-        except _Drifted:
-            detail = shapes_launched(worst["calls"])
-            return subject.row("invariance", "random", worst["drift"], **said, detail=detail)
-        return subject.row("invariance", "random", Drift(0, sum(seen)), **said, detail=f"{len(seen)} layouts")
+        rng, seen = np.random.default_rng(subject.problem.seed), 0
+        for _ in range(examples):
+            calls, packed = random_layout(subject.lengths, rng), subject.layout("packed")
+            with torch.inference_mode():
+                drift = compare(subject.compute(calls), packed)
+            if drift.mismatches:
+                return subject.row("invariance", "random", drift, **said, detail=shapes_launched(calls))
+            seen += drift.elements
+        return subject.row("invariance", "random", Drift(0, seen), **said, detail=f"{examples} layouts")
 
     return subject.attempt("invariance", "random", drawn, **said)[0]
 
@@ -150,11 +118,11 @@ def determinism(subject: OpUnderTest, kind: str = CANCELLING) -> Row:
     return subject.attempt("determinism", "packed", drift, against="itself", **said)[0]
 
 
-def accuracy(subject: OpUnderTest, kind: str = "normal", tokens: int = 0) -> Row:
+def accuracy(subject: OpUnderTest, kind: str = "normal") -> Row:
     """Measures the error against the fp64 reference as a share of the contract's bound, elementwise; above 1 needs a
     fix. Of several outputs, the one with the larger share."""
     p = subject.problem
-    n = tokens or min(subject.largest, ACCURATE_ROWS)
+    n = min(subject.largest, ACCURATE_ROWS)
     at = torch.arange(n, device=p.device)
     lengths = [n - n // 3, n // 3] if p.op.cache else [n]
     inputs, shared = p.inputs(kind, n, at >= lengths[0] if p.op.cache else at % 5 == 3)
@@ -173,28 +141,23 @@ def against_fp64(
     for (name, dtype), found, exact, magnitude in zip(p.returned.items(), *parts):
         magnitude = torch.zeros_like(magnitude) if kind == INTEGERS else magnitude  # no sum rounds
         limit = contract.bound(p.contract_row, dtype, exact, magnitude, p.reduction, inputs=p.dtype)
-        detail = f"reduction length {p.reduction}"
-        rows.append(against_bound(subject, "accuracy", found, exact, limit, dtype, kind, n, detail, name))
+        said = {"inputs": kind, "rows": n, "detail": f"reduction length {p.reduction}", "tensor": name}
+        rows.append(subject.against_bound("accuracy", found, exact, limit, dtype, **said))
     return max(rows, key=lambda r: float("inf" if r.threshold_share is None else r.threshold_share))
 
 
 def parity(subject: OpUnderTest) -> list[Row]:
     """Compares layout with layout, bitwise: decode and chunked prefill, packed and padded, rollout and rescoring."""
     said = {"inputs": CANCELLING, "rows": sum(subject.lengths)}
-    return [
-        row
-        for a, b in PARITIES
-        for row in subject.attempt(
-            "parity", f"{a}={b}", lambda: compare(subject.layout(a), subject.layout(b)), against=b, **said
-        )
-    ]
+    drift = lambda a, b: lambda: compare(subject.layout(a), subject.layout(b))
+    return [r for a, b in PARITIES for r in subject.attempt("parity", f"{a}={b}", drift(a, b), against=b, **said)]
 
 
 def judge(subject: OpUnderTest, examples: int = 5) -> list[Row]:
     """Judges every relation that a forward op is held to."""
     if refused := supported(subject):
         return [refused]
-    rows = invariance(subject) + parity(subject)
+    rows = [*by_layout(subject), *parity(subject)]
     rows += [random_layouts(subject, examples), determinism(subject), *by_view(subject)]
     subject.forget()
     rows += by_row_count(subject)

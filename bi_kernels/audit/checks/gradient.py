@@ -1,13 +1,12 @@
-"""The relations of gradients: the same bits over layouts and micro-batch splits, and fp64's values."""
+"""The relations of gradients: the same bits over layouts and micro-batch splits, fp64's values, and the right dtype."""
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 import torch
 
 from bi_kernels import contract
-from bi_kernels.audit.accuracy import against_bound
 from bi_kernels.audit.axes import NO_GRAD_NEEDED, Kind, axes_of
 from bi_kernels.audit.checks import memory, single_call
 from bi_kernels.audit.compare import Drift, compare
@@ -26,13 +25,16 @@ PADDED = ("batch", "left_padded:16")  # where padding that holds NaN must reach 
 ACCURATE = ("normal", "wide", CANCELLING)  # inputs on which gradients are held against fp64
 ACCURATE_TOKENS = 300
 LEFT = ".grad"  # where a parameter without main_grad has its gradient
+DTYPES = "contract"  # relation of the rows that say in which dtype a gradient is left
+IN_GRAD, BUFFERED = "gradients, in .grad", "gradients, with main_grad"
 
 Gradients = dict  # {input: its gradient}
+Made = Callable[[], Gradients]
 
 
 def judge_gradients(subject: OpUnderTest) -> list[Row]:
     """Judges invariance and determinism of every gradient, and how the op is used; see `by_split` and
-    `uses`."""
+    `single_call`."""
     rows = list(by_split(subject))
     computes = rows[0].mismatches is not None  # else that row says what it raised
     return [*rows, *single_call.by_use(subject)] if computes else rows
@@ -40,49 +42,43 @@ def judge_gradients(subject: OpUnderTest) -> list[Row]:
 
 def by_split(subject: OpUnderTest) -> Iterator[Row]:
     """Judges invariance over layouts and splits, `.grad` without a main_grad, and determinism, tensor by tensor."""
-    kinds = {CANCELLING: LAYOUTS, "nonfinite": WITH_NEIGHBOURS} | (
-        {NAN_PADDING: PADDED} if subject.problem.op.shared else {}
-    )
-    for kind, names in kinds.items():
+    kinds = {CANCELLING: LAYOUTS, "nonfinite": WITH_NEIGHBOURS}
+    for kind, names in (kinds | ({NAN_PADDING: PADDED} if subject.problem.op.shared else {})).items():
         step = Step(subject, kind)
         said = {"inputs": kind, "rows": step.count}
-        compute = lambda: (step.gradients(), tuple(step.without_gradients()))
-        verdict = lambda error: refusal(subject, error)
-        first, raised = subject.computed(INVARIANCE, "packed", compute, verdict, against="singles", **said)
+        compute = lambda: (step.gradients(), tuple(step.rolled().values()))
+        first, raised = subject.computed(
+            INVARIANCE, "packed", compute, partial(refusal, subject), against="singles", **said
+        )
         if raised:
             yield from raised
             return
         base, rolled = first
         for name, made, expected, left_in, more in _asked(step, names, base):
-            trained: list = []  # its outputs, before `expected` makes others
             told = said | {"axes": axes_of(INVARIANCE, name, kind)} | more
+            outputs: list = []  # of `made`, before `expected` makes others
 
             def making() -> Gradients:
                 found = made()
-                trained[:] = step.outputs
+                outputs[:] = step.outputs
                 return found
 
             def asked() -> list[Row]:
-                if name in VIEWS and (why := memory.layout_refusal(subject, making)):
-                    refused = told | {"against": "packed", "detail": why}
-                    rows = [
-                        subject.row(INVARIANCE, name, Drift(0, 0), tensor=f"d{k}{left_in}", **refused) for k in base
-                    ]
-                    return [
-                        *rows,
-                        subject.row("invariance", name, Drift(0, 0), **refused | {"against": NO_GRAD_NEEDED}),
-                    ]
-                trained.clear()
+                if name in VIEWS and (why := memory.layout_refusal(subject, made)):
+                    refused = partial(subject.row, drift=Drift(0, 0), **told | {"against": "packed", "detail": why})
+                    rows = [refused(INVARIANCE, name, tensor=f"d{k}{left_in}") for k in base]
+                    return [*rows, refused("invariance", name, against=NO_GRAD_NEEDED)]
+                outputs.clear()
                 return _drifts(subject, INVARIANCE, name, making(), expected(), left_in, **told)
 
             if _judged(step, base):
                 yield from subject.attempt(INVARIANCE, name, asked, **told)
             else:  # embedding has gradients of its parameter alone
                 yield from subject.computed(INVARIANCE, name, making, **told)[1]
-            if not left_in and trained:  # else it raised, or was refused, as a row says
+            if not left_in and outputs:  # else it raised, or was refused, as a row says
                 axes = [Kind.MODE] if name == "packed" else [*told["axes"], Kind.MODE]
                 untrained = told | {"against": NO_GRAD_NEEDED, "axes": axes}
-                yield from subject.attempt("invariance", name, lambda: compare(tuple(trained), rolled), **untrained)
+                yield from subject.attempt("invariance", name, lambda: compare(tuple(outputs), rolled), **untrained)
         if kind == CANCELLING:
             yield from _again(step, base, said)
 
@@ -97,16 +93,18 @@ def _asked(step: Step, names: Sequence[str], base: Gradients) -> Iterator[tuple[
         yield name, made, expected, "", {"against": against, "detail": shapes_launched(step.layouts[name])}
     if step.kind != CANCELLING:
         return
+    said = {"against": "packed", "detail": "tokens and upstream gradient", "axes": [Kind.MEMORY]}
     for name, view in VIEWS.items():
-        said = {"against": "packed", "detail": "tokens and upstream gradient", "axes": [Kind.MEMORY]}
         yield name, lambda: step.gradients(view=view), lambda: base, "", said
-    alone = cache(lambda: step.gradients(main_grad=False))
     if step.shared:
-        said = {"against": "packed", "detail": "without main_grad", "axes": [Kind.MEMORY]}
-        yield UNALIGNED, lambda: step.gradients(main_grad=False, view=unaligned), alone, LEFT, said
-    for name in ALONE if step.shared else ():
-        said = {"against": "packed", "detail": "without main_grad"}
-        yield name, lambda: step.gradients(name, main_grad=False), alone, LEFT, said
+        alone, said = (
+            cache(lambda: step.gradients(main_grad=False)),
+            {"against": "packed", "detail": "without main_grad"},
+        )
+        made = lambda: step.gradients(main_grad=False, view=unaligned)
+        yield UNALIGNED, made, alone, LEFT, said | {"axes": [Kind.MEMORY]}
+        for name in ALONE:
+            yield name, lambda: step.gradients(name, main_grad=False), alone, LEFT, said
 
 
 def _judged(step: Step, gradients: Gradients) -> Gradients:
@@ -126,14 +124,7 @@ def _again(step: Step, base: Gradients, said: dict) -> list[Row]:
     return found
 
 
-def compared(
-    subject: OpUnderTest,
-    relation: str,
-    layout: str,
-    make: Callable[[], Gradients],
-    expected: Callable[[], Gradients],
-    **said,
-) -> list[Row]:
+def compared(subject: OpUnderTest, relation: str, layout: str, make: Made, expected: Made, **said) -> list[Row]:
     """Compares gradients tensor by tensor; one row that says so where either raises."""
     rows = lambda: _drifts(subject, relation, layout, make(), expected(), **said)
     return subject.attempt(relation, layout, rows, **said)
@@ -142,27 +133,23 @@ def compared(
 def _drifts(
     subject: OpUnderTest, relation: str, layout: str, found: Gradients, wanted: Gradients, left_in: str = "", **said
 ) -> list[Row]:
-    drift = lambda k: compare(found[k], wanted[k])
-    return [subject.row(relation, layout, drift(k), tensor=f"d{k}{left_in}", **said) for k in wanted]
+    row = partial(subject.row, relation, layout)
+    return [row(compare(found[k], t), tensor=f"d{k}{left_in}", **said) for k, t in wanted.items()]
 
 
 def judge_gradient_accuracy(subject: OpUnderTest) -> list[Row]:
     """Judges every gradient against fp64, on each family of inputs."""
-    return [
-        row
-        for kind in ACCURATE
-        for row in subject.attempt(
-            ACCURACY, "rows", lambda: gradient_accuracy(subject, kind), against="fp64", inputs=kind
-        )
-    ]
+    judged = lambda kind: subject.attempt(
+        ACCURACY, "rows", partial(gradient_accuracy, subject, kind), against="fp64", inputs=kind
+    )
+    return [row for kind in ACCURATE for row in judged(kind)]
 
 
 def gradient_accuracy(subject: OpUnderTest, kind: str) -> list[Row]:
     """Measures every gradient's error against fp64 as a share of the contract's bound: of tokens in their dtype, of
     parameters in fp32; of `normal` inputs also what a parameter without main_grad has in `.grad`."""
     ends = np.minimum(np.cumsum([0, *gradient_lengths(subject)]), ACCURATE_TOKENS)
-    lengths = [n for n in np.diff(ends).tolist() if n]
-    step = Step(subject, kind, lengths)
+    step = Step(subject, kind, [n for n in np.diff(ends).tolist() if n])
     found = {f"d{k}": (k, y) for k, y in step.gradients().items()}
     if kind == "normal" and step.shared:
         own = step.gradients(main_grad=False)
@@ -179,6 +166,26 @@ def against_fp64(step: Step, found: dict[str, tuple[str, torch.Tensor]]) -> list
     for tensor, (k, y) in found.items():
         e, dtype = exact[k], y.dtype
         limit = contract.bound(p.contract_row, dtype, e.exact, e.magnitude, e.n, gradient=k, inputs=p.dtype)
-        said = dtype, step.kind, step.count, dtype_name(dtype), tensor
-        rows.append(against_bound(step.subject, ACCURACY, y, e.exact, limit, *said))
+        said = {"inputs": step.kind, "rows": step.count, "detail": dtype_name(dtype), "tensor": tensor}
+        rows.append(step.subject.against_bound(ACCURACY, y, e.exact, limit, dtype, **said))
+    return rows
+
+
+def judge_dtypes(subject: OpUnderTest) -> list[Row]:
+    """Judges a token's gradient to be of the token's dtype, a parameter's of its own in `.grad`, or, where it has a
+    `main_grad`, in that fp32 buffer alone."""
+    ways = (IN_GRAD, BUFFERED) if subject.problem.op.shared else (IN_GRAD,)
+    return [row for way in ways for row in subject.attempt(DTYPES, way, lambda: _dtypes(subject, way))]
+
+
+def _dtypes(subject: OpUnderTest, way: str) -> list[Row]:
+    p, rows, step = subject.problem, [], Step(subject, "normal", [5, 3])
+    for k, y in step.gradients(main_grad=way == BUFFERED).items():
+        buffered = way == BUFFERED and k in p.op.shared
+        wanted = torch.float32 if buffered else p.input_dtype
+        beside = buffered and k in step.in_grad
+        other = y.dtype != wanted or beside
+        place = f"{dtype_name(y.dtype)}{' in .grad' * beside}"
+        said = place + f", expected {dtype_name(wanted)}{' in main_grad' * buffered}" * other
+        rows.append(subject.row(DTYPES, way, Drift(int(other), 1), tensor=f"d{k}", detail=said))
     return rows

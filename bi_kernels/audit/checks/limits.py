@@ -10,7 +10,7 @@ first sample over and over, and its last one where no offset of 32 bits reaches.
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -18,10 +18,10 @@ import torch
 
 from bi_kernels.audit.axes import Side
 from bi_kernels.audit.compare import AT_ONCE, Drift, compare, joined
-from bi_kernels.audit.findings import NEEDS_FIX, UNSUPPORTED, Row
+from bi_kernels.audit.findings import INVARIANCE, NEEDS_FIX, UNSUPPORTED, Row
 from bi_kernels.audit.inputs import generator
 from bi_kernels.audit.memory import in_turn
-from bi_kernels.audit.step import prepare
+from bi_kernels.audit.step import left, prepare
 from bi_kernels.audit.targets.any_callable import CallableTarget, OutOfTime, by_sample, tensors
 from bi_kernels.audit.targets.callable_step import gradients_kept
 from bi_kernels.audit.targets.fresh_memory import of_candidate, poisoned_memory
@@ -115,30 +115,36 @@ def drifts(subject: OpUnderTest, call: Call, backward: bool = True, elements: in
     shared = _parameters(step)
     whole = _computed(step, shared, call.told, count - LAST, LAST, backward)
     folded, shared, alone = _folded(shared) if backward else {}, _parameters(step), {}
-    found: dict[str, list[Drift]] = {}
-
-    def note(name: str, drift: Drift, row: int = 0) -> None:
-        at = drift.first_index
-        found.setdefault(name, []).append(replace(drift, first_index=at and (at[0] + row, *at[1:])))
-
-    for i in range(count):
+    for i in range(count) if folded else (0, count - 1):  # each adds to the gradients of parameters
         b = int(i >= count - LAST)
-        if folded or b not in alone:
-            alone[b] = None  # before the next is made
-            alone[b] = _computed(step, shared, call.told, 1 - b, b, backward)
-        for name, t in alone[b].items():
-            note(name, compare(whole[name][i * length : (i + 1) * length], t), i * length)
-    for name, t in (_folded(shared) if backward else {}).items():
-        note(name, compare(folded[name], t))
-    return {name: joined(parts) for name, parts in found.items()}
+        alone.setdefault(b, _computed(step, shared, call.told, 1 - b, b, backward))
+    found = slice_drifts({k: t.unflatten(0, (count, length)) for k, t in whole.items()}, *alone.values())
+    of_token = lambda at: at and (at[0] * length + at[1], *at[2:])
+    found = {k: replace(d, first_index=of_token(d.first_index)) for k, d in found.items()}
+    return found | {k: compare(folded[k], t) for k, t in (_folded(shared) if folded else {}).items()}
 
 
-def spread(pair: torch.Tensor, a: int, b: int) -> torch.Tensor:
-    """Returns the first half of `pair` `a` times, and then the second one `b` times."""
-    first, second = pair.unflatten(0, (2, -1))
-    whole = pair.new_empty(a + b, *first.shape)
-    whole[:a], whole[a:] = first, second
-    return whole.flatten(0, 1)
+def slice_drifts(whole: dict, first: dict, last: dict) -> dict[str, Drift]:
+    """Compares what a large call gave each sequence, or sample, with what calls of two give: the last of them with that
+    of `last`, all others with that of `first`."""
+    found = {}
+    for k, one in first.items():
+        count, step, parts = len(whole[k]), max(1, AT_ONCE // max(1, one.numel())), []
+        starts = [*range(0, count - LAST, step), count - LAST]
+        for at, end in zip(starts, [*starts[1:], count]):
+            drift = compare(whole[k][at:end], (last[k] if end == count else one).expand(end - at, *one.shape))
+            first_at = drift.first_index and (drift.first_index[0] + at, *drift.first_index[1:])
+            parts.append(replace(drift, first_index=first_at))
+        found[k] = joined(parts)
+    return found
+
+
+def spread(t: torch.Tensor, a: int, b: int, dim: int = 0) -> torch.Tensor:
+    """Returns the first slice of a tensor along a dimension `a` times, and then its last one `b` times."""
+    whole = t.new_empty(*t.shape[:dim], a + b, *t.shape[dim + 1 :])
+    whole.narrow(dim, 0, a).copy_(t.narrow(dim, 0, 1))
+    whole.narrow(dim, a, b).copy_(t.narrow(dim, t.shape[dim] - 1, 1))
+    return whole
 
 
 def _parameters(step: Step) -> dict[str, torch.Tensor]:
@@ -150,7 +156,7 @@ def _parameters(step: Step) -> dict[str, torch.Tensor]:
 
 def _folded(shared: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Returns the gradients of parameters, where the candidate left them."""
-    return {f"d{k}": t.main_grad if t.grad is None else t.grad for k, t in shared.items()}
+    return {f"d{k}": left(t) for k, t in shared.items()}
 
 
 def _computed(step: Step, shared: dict, told: dict, a: int, b: int, backward: bool) -> dict[str, torch.Tensor]:
@@ -158,7 +164,8 @@ def _computed(step: Step, shared: dict, told: dict, a: int, b: int, backward: bo
     those of parameters are added to theirs. Raises ValueError for one that is missing, and where this package leaves
     one in .grad."""
     s, ends = step.subject, tuple(range(0, (a + b + 1) * step.lengths[0], step.lengths[0]))
-    tokens = {k: spread(t, a, b) for k, t in step.tokens.items()}
+    in_row = lambda pair: spread(pair.unflatten(0, (2, -1)), a, b).flatten(0, 1)
+    tokens = {k: in_row(t) for k, t in step.tokens.items()}
     trained = {k: t.requires_grad_(backward) for k, t in tokens.items() if t.is_floating_point()}
     tensors, where = s.arguments(tokens, shared, (ends[-1],), None, ends)
     with TokenLayout.packed(ends), torch.set_grad_enabled(backward):
@@ -166,7 +173,7 @@ def _computed(step: Step, shared: dict, told: dict, a: int, b: int, backward: bo
     if not backward:
         return s.named(outputs)
     step.draw(outputs)
-    upstream = [(y, spread(dy, a, b)) for y, dy in zip(outputs, step.dy) if y.requires_grad]
+    upstream = [(y, in_row(dy)) for y, dy in zip(outputs, step.dy) if y.requires_grad]
     if not upstream:
         raise ValueError("no output of the candidate requires a gradient")
     with poisoned_memory(s.calls), of_candidate():
@@ -202,10 +209,15 @@ def beyond(t: CallableTarget, elements: int = ELEMENTS, seconds: float = 120) ->
         t.deadline = math.inf
 
 
-def wrapped(y: torch.Tensor, x: torch.Tensor, t: CallableTarget, held: dict) -> torch.Tensor:
-    """Gives the last samples of a large batch the results of the first: the control of `beyond`."""
-    rows = y.movedim(t.batch, 0)
-    return torch.cat((rows[:-LAST], rows[:LAST])).movedim(0, t.batch) if len(rows) > LAST else y
+def wrapped(t: CallableTarget) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns twice the input, of which the last samples of a large batch have the results of the first: the control of
+    `beyond`."""
+
+    def op(x: torch.Tensor) -> torch.Tensor:
+        rows = (2.0 * x).movedim(t.batch, 0)
+        return torch.cat((rows[:-LAST], rows[:LAST] if len(rows) > LAST else rows[-LAST:])).movedim(0, t.batch)
+
+    return op
 
 
 def _of_callable(t: CallableTarget, elements: int) -> list[Row]:
@@ -216,19 +228,11 @@ def _of_callable(t: CallableTarget, elements: int) -> list[Row]:
     count = -(-elements // width) + LAST
     many, rows = _two_samples(t, count - LAST, LAST, upstream), []
     said = {"against": "two samples", "rows": count, "detail": f"{count * width} elements in the largest tensor"}
-    for name, (first, last) in few.items():
-        step = max(1, AT_ONCE // max(1, first.numel()))
-        starts = [*range(0, count - LAST, step), count - LAST]
-        parts = []
-        for at, end in zip(starts, [*starts[1:], count]):
-            part = many[name][at:end]
-            drift = compare(part, (last if end == count else first).expand(part.shape))
-            first_at = drift.first_index and (drift.first_index[0] + at, *drift.first_index[1:])
-            parts.append(replace(drift, first_index=first_at))
+    first, last = ({k: pair[i] for k, pair in few.items()} for i in (0, 1))
+    for name, drift in slice_drifts(many, first, last).items():
         of_input = name not in t.output_names()
         told = said | ({"side": Side.INPUT} if of_input else {})
-        relation = "gradient invariance" if of_input else "invariance"
-        rows.append(t.row(relation, OVER_INT32, joined(parts), tensor=name, **told))
+        rows.append(t.row(INVARIANCE if of_input else "invariance", OVER_INT32, drift, tensor=name, **told))
     return rows
 
 
@@ -237,13 +241,12 @@ def _two_samples(t: CallableTarget, a: int, b: int, upstream: list[torch.Tensor]
     where there is a backward, gradients of inputs; upstream: of two samples, drawn where there is none."""
     arguments, leaves = dict(t.values), {}
     for k, v in tensors(t.values).items():
-        arguments[k] = _spread(v, t.batch, a, b) if k in t.batched else v.clone()
+        arguments[k] = spread(v, a, b, t.batch) if k in t.batched else v.clone()
         if k in t.batched and k not in t.outputs and f"d{k}" in t.trained:
             leaves[k] = arguments[k].requires_grad_()
             arguments[k] = leaves[k].clone()  # so that it may work in place
     with gradients_kept(t.module), torch.set_grad_enabled(bool(leaves)):
-        for p in t.module.parameters() if t.module else ():
-            vars(p).pop("main_grad", None)
+        prepare(t.module.parameters() if t.module else (), main_grad=False)
         outputs = t.results(arguments)
         found = dict(zip(t.output_names(), (y.detach() for y in t.rows(outputs, a + b))))
         trained = [(y, d) for y, d in zip(outputs, t.dims) if d is not None and y.requires_grad]
@@ -253,16 +256,6 @@ def _two_samples(t: CallableTarget, a: int, b: int, upstream: list[torch.Tensor]
             g = generator(t.device, t.seed, OVER_INT32)
             made = (by_sample(y, d, 2) for y, d in trained)
             upstream += [torch.randn(y.shape, generator=g, device=t.device).to(y.dtype) for y in made]
-        given = [_spread(dy, 0, a, b).movedim(0, d).flatten(d, d + 1) for dy, (_, d) in zip(upstream, trained)]
+        given = [spread(dy, a, b).movedim(0, d).flatten(d, d + 1) for dy, (_, d) in zip(upstream, trained)]
         grads = torch.autograd.grad([y for y, _ in trained], [*leaves.values()], given, allow_unused=True)
     return found | {f"d{k}": g.movedim(t.batch, 0) for k, g in zip(leaves, grads) if g is not None}
-
-
-def _spread(v: torch.Tensor, batch: int, a: int, b: int) -> torch.Tensor:
-    """Returns the first sample of a tensor `a` times, and then its last one `b` times."""
-    shape = list(v.shape)
-    shape[batch] = a + b
-    whole = v.new_empty(shape)
-    whole.narrow(batch, 0, a).copy_(v.narrow(batch, 0, 1))
-    whole.narrow(batch, a, b).copy_(v.narrow(batch, v.shape[batch] - 1, 1))
-    return whole

@@ -17,7 +17,7 @@ from bi_kernels.audit.reproduce.samples import in_larger, with_strides
 from bi_kernels.audit.step import Results, Step
 from bi_kernels.audit.targets import callable_step as callables
 from bi_kernels.audit.targets import op_step as ops
-from bi_kernels.audit.targets.any_callable import CallableTarget, tensors
+from bi_kernels.audit.targets.any_callable import REFUSALS, CallableTarget, tensors
 from bi_kernels.audit.targets.op import CANCELLING, OpUnderTest
 from bi_kernels.audit.targets.op_config import joined
 from bi_kernels.tokens import TokenLayout
@@ -87,24 +87,26 @@ def op_memory(u: ops.Step) -> dict[str, Variant]:
     }
 
 
-def by_view(subject: OpUnderTest, kind: str = CANCELLING) -> Iterator[Row]:
+def by_view(subject: OpUnderTest) -> Iterator[Row]:
     """Compares the same values in views that lie otherwise in memory."""
-    m = min(VIEWED_QUERIES, subject.largest) if subject.problem.op.cache else VIEWED_ROWS
     for name in VIEWED:
-        said = {"against": ALIGNED, "inputs": kind, "rows": FEW if name == ADDRESSES else m, "axes": [Kind.MEMORY]}
+        said = {"against": ALIGNED, "inputs": CANCELLING, "rows": _viewed_rows(subject, name), "axes": [Kind.MEMORY]}
 
         def asked() -> Drift | Row:
-            if why := layout_refusal(subject, lambda: run_on_view(subject, name, kind)):
+            if why := layout_refusal(subject, lambda: run_on_view(subject, name, CANCELLING)):
                 return subject.row("invariance", name, Drift(0, 0), detail=why, **said)
-            return compare(run_on_view(subject, name, kind), run_contiguous(subject, name, kind))
+            return compare(*(run(subject, name, CANCELLING) for run in (run_on_view, run_contiguous)))
 
         yield from subject.attempt("invariance", name, asked, **said)
 
 
+def _viewed_rows(subject: OpUnderTest, name: str) -> int:
+    many = min(VIEWED_QUERIES, subject.largest) if subject.problem.op.cache else VIEWED_ROWS
+    return FEW if name == ADDRESSES else many
+
+
 def _given(subject: OpUnderTest, name: str, kind: str) -> tuple[dict, dict, tuple, Tensor]:
-    m = min(VIEWED_QUERIES, subject.largest) if subject.problem.op.cache else VIEWED_ROWS
-    tokens, shared = subject.inputs(kind, m)
-    m = FEW if name == ADDRESSES else m
+    m, (tokens, shared) = _viewed_rows(subject, name), subject.inputs(kind, _viewed_rows(subject, ALIGNED))
     return {k: t[:m] for k, t in tokens.items()}, shared, (m,), torch.arange(m, device=subject.problem.device)
 
 
@@ -160,32 +162,29 @@ def places(t: CallableTarget) -> dict[str, Callable]:
     return out
 
 
-def run_placed(t: CallableTarget, place: Callable) -> list[Tensor]:
-    """Returns the outputs of the whole batch, a row a sample, its inputs lying where `place` puts them."""
-    arguments = t.take(t.every)
-    arguments |= {k: place(k, v) for k, v in tensors(t.values).items() if k not in t.outputs}
-    with torch.no_grad(), t.layout(t.every):
-        return t.rows(t.results(arguments), t.count)
+def placed(t: CallableTarget, layout: str) -> list[Tensor]:
+    """Returns the outputs of a call on all samples, whose tensors have another memory layout."""
+    place = places(t)[layout]
+    return t.called({k: place(k, v) for k, v in tensors(t.values).items() if k not in t.outputs})
 
 
-def _placed(t: CallableTarget, layout: str, place: Callable, whole: list[Tensor]) -> list[Row]:
+def _placed(t: CallableTarget, layout: str, whole: list[Tensor]) -> list[Row]:
     """Compares the whole batch, its inputs lying otherwise in memory, with the whole batch; a callable that refuses
     what does not lie in one piece, and says so, is not judged."""
     said = {"against": "in one piece", "rows": t.count, "axes": [Kind.MEMORY]}
     try:
-        found = run_placed(t, place)
-    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+        found = placed(t, layout)
+    except REFUSALS as error:
         return [t.row("invariance", layout, verdict=UNSUPPORTED, detail=sentence(error), **said)]
     return t.compared("invariance", layout, found, whole, **said)
 
 
 def memory(t: CallableTarget, whole: list[Tensor]) -> dict[str, Callable[[], list[Row]]]:
     """Returns what judges each place in memory against the whole batch."""
-    out = {layout: partial(_placed, t, layout, place, whole) for layout, place in places(t).items()}
-    return {LATER: partial(_kept, t)} | out
+    return {LATER: partial(_kept, t)} | {layout: partial(_placed, t, layout, whole) for layout in places(t)}
 
 
 def backward_memory(t: CallableTarget, step: callables.Step) -> dict[str, Callable[[], list[Row]]]:
     """Returns what judges a backward before which the callable was called again."""
     said = {"against": "without the later call", "rows": t.count, "axes": [Kind.KEPT]}
-    return {BACKWARD: lambda: t.gradient_rows(BACKWARD, lambda: after_a_later_call(step, main_grad=True), **said)}
+    return {BACKWARD: partial(t.gradient_rows, BACKWARD, partial(after_a_later_call, step, main_grad=True), **said)}

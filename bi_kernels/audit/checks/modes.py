@@ -3,6 +3,7 @@
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from bi_kernels.audit.checks.requests import CHECKPOINTED, Variant, checkpointed
 from bi_kernels.audit.compare import compare
 from bi_kernels.audit.findings import UNSUPPORTED, Row, sentence
 from bi_kernels.audit.step import Results
-from bi_kernels.audit.targets.any_callable import CallableTarget, tensors
+from bi_kernels.audit.targets.any_callable import REFUSALS, CallableTarget, tensors
 from bi_kernels.audit.targets.op_step import Step
 
 INFERENCE, DETERMINISTIC, AUTOCAST = "inference_mode", "deterministic algorithms", "autocast"
@@ -111,29 +112,6 @@ def untrained(made: Results) -> Results:
 # any callable
 
 
-def _wanted(t: CallableTarget, samples: list[int]) -> list[Tensor]:
-    arguments = t.take(samples)
-    with torch.enable_grad(), t.layout(samples):
-        for k, v in tensors(arguments).items():
-            if v.is_floating_point() and k not in t.outputs:
-                arguments[k] = v.requires_grad_().clone()  # which it may write into
-        return [y.detach() for y in t.results(arguments)]
-
-
-def _inference(t: CallableTarget, samples: list[int]) -> list[Tensor]:
-    arguments = t.take(samples)
-    with torch.inference_mode(), t.layout(samples):
-        return t.results(arguments)
-
-
-def _within(mode: Callable) -> Callable[[CallableTarget, list[int]], list[Tensor]]:
-    def call(t: CallableTarget, samples: list[int]) -> list[Tensor]:
-        with mode(t):
-            return t.call(samples)
-
-    return call
-
-
 def _by_design(m: nn.Module) -> bool:
     """Tells whether a module is there to compute something else in training: it draws, or it looks at the batch."""
     drops = isinstance(m, nn.modules.dropout._DropoutNd) and m.p > 0
@@ -155,13 +133,24 @@ def _switched(module: nn.Module) -> Iterator[None]:
                 b.copy_(value)
 
 
-def modes(t: CallableTarget) -> dict[str, Callable[[CallableTarget, list[int]], list[Tensor]]]:
-    """Returns what calls a target on samples in each mode but the one in which it is judged, without gradients."""
-    found = {WANTED: _wanted, INFERENCE: _inference, DETERMINISTIC: _within(lambda t: deterministic())}
-    found[AUTOCAST] = _within(lambda t: torch.autocast(t.device.type, torch.bfloat16))
+def modes(t: CallableTarget) -> dict[str, Callable]:
+    """Returns what enters each mode but the one in which a target is judged, without gradients."""
+    found = {WANTED: torch.enable_grad, INFERENCE: torch.inference_mode, DETERMINISTIC: deterministic}
+    found[AUTOCAST] = partial(torch.autocast, t.device.type, torch.bfloat16)
     if t.module and not any(map(_by_design, t.module.modules())):
-        found["eval()" if t.module.training else "train()"] = _within(lambda t: _switched(t.module))
+        found["eval()" if t.module.training else "train()"] = partial(_switched, t.module)
     return found
+
+
+def in_mode(t: CallableTarget, mode: str, samples: list[int]) -> list[Tensor]:
+    """Returns the outputs of a call on samples in a mode of PyTorch, a row a sample."""
+    arguments = t.take(samples)
+    with torch.no_grad(), modes(t)[mode](), t.layout(samples):
+        for k, v in tensors(arguments).items() if mode == WANTED else ():
+            if v.is_floating_point() and k not in t.outputs:
+                arguments[k] = v.requires_grad_().clone()  # which it may write into
+        outputs = t.results(arguments)
+    return [y.detach().clone() for y in t.rows(outputs, len(samples))]
 
 
 def judged(t: CallableTarget, mode: str, whole: list[Tensor]) -> list[Row]:
@@ -169,17 +158,16 @@ def judged(t: CallableTarget, mode: str, whole: list[Tensor]) -> list[Row]:
     compute otherwise, for all samples alike. A callable that refuses a gradient or autocast, and says so, is not
     judged there, nor one that draws in the other of train() and eval()."""
     said = {"against": "no_grad", "rows": t.count, "axes": [Kind.MODE]}
-    made = lambda samples: t.rows(modes(t)[mode](t, samples), len(samples))
     try:
-        found = [y.clone() for y in made(t.every)]
-    except (RuntimeError, TypeError, ValueError, AssertionError) as error:
+        found = in_mode(t, mode, t.every)
+    except REFUSALS as error:
         if mode not in (WANTED, AUTOCAST):
             raise
         return [t.row("invariance", mode, verdict=UNSUPPORTED, detail=sentence(error), **said)]
-    if mode.endswith("()") and any(compare(a, b).mismatches for a, b in zip(found, made(t.every))):
+    if mode.endswith("()") and any(compare(a, b).mismatches for a, b in zip(found, in_mode(t, mode, t.every))):
         return []
     rows = [] if mode == AUTOCAST else t.compared("invariance", mode, found, whole, **said)
     for few in ([0], t.every[: max(2, t.count // 3)]):
-        said, part = {"against": mode, "rows": len(few), "axes": [Kind.COUNT]}, made(few)
-        rows += t.compared("invariance", mode + FEW, part, [y[few] for y in found], **said)
+        said = {"against": mode, "rows": len(few), "axes": [Kind.COUNT]}
+        rows += t.compared("invariance", mode + FEW, in_mode(t, mode, few), [y[few] for y in found], **said)
     return rows

@@ -1,4 +1,5 @@
-"""Judges a session's subjects by every relation: forward, gradients, and the static audit of all that was launched."""
+"""Judges a session's ops by every relation: forward, gradients, and the static audit of all that was launched; or by a
+few that kill most mutants."""
 
 import importlib
 from collections.abc import Callable
@@ -6,17 +7,21 @@ from contextlib import nullcontext
 
 from bi_kernels.audit import parallel
 from bi_kernels.audit.checks import forward, gradient, limits, long_sequences
-from bi_kernels.audit.findings import UNSUPPORTED, Row
+from bi_kernels.audit.findings import ACCURACY, INVARIANCE, UNSUPPORTED, Row
 from bi_kernels.audit.reproduce.operator import scripts
 from bi_kernels.audit.reproduce.script import verify_scripts
 from bi_kernels.audit.static.binary import examined
 from bi_kernels.audit.static.launches import Launches, recorded
 from bi_kernels.audit.static.verdict import atomics_free
+from bi_kernels.audit.targets.op import CANCELLING, OpUnderTest
+from bi_kernels.audit.targets.op_step import Step
+
+QUICK = ("singles", "batch", "left_padded:16", "chunked:7", "decode")  # layouts of a quick audit
+QUICK_ATTENTION = ("batch", "chunked:7", "decode")  # whose calls are many
+QUICK_GRADIENTS = ("singles", "batch", "permuted")
 
 
-def judge_subject(
-    session, number: int, examples: int, wants_forward: bool, wants_backward: bool
-) -> tuple[list[Row], Launches | None]:
+def judge_subject(session, number: int, wants_forward: bool, wants_backward: bool) -> tuple[list[Row], Launches | None]:
     """Judges one of the session's subjects: its rows, and, where gradients were judged, what was launched, of which the
     static audit is left to who has seen all subjects."""
     subject = session.make()[number]
@@ -24,7 +29,7 @@ def judge_subject(
     if wants_backward:
         importlib.import_module("torch._dynamo")  # one use is compiled: what records must know before
     with recorded() if wants_backward else nullcontext() as launches:
-        rows = forward.judge(subject, examples) if wants_forward else []
+        rows = forward.judge(subject) if wants_forward else []
         subject.forget()
         if wants_backward and not refused(rows):
             rows += gradient.judge_gradients(subject)
@@ -40,13 +45,11 @@ def judge_subject(
     return rows, launches
 
 
-def judge(
-    session, examples: int, wants_forward: bool, wants_backward: bool, meanwhile: Callable = lambda session: None
-) -> list[Row]:
+def judge(session, wants_forward: bool, wants_backward: bool, meanwhile: Callable = lambda session: None) -> list[Row]:
     """Judges every relation of every op of a session's audit; drifts leave a reproducer. Records and returns the rows;
     the variants that were launched become the session's."""
     subjects, added, launched, made = session.make(), [], [], []
-    judged = parallel.each(session, judge_subject, range(len(subjects)), examples, wants_forward, wants_backward)
+    judged = parallel.each(session, judge_subject, range(len(subjects)), wants_forward, wants_backward)
     meanwhile(session)
     for subject, (rows, launches) in zip(subjects, judged):
         if launches is not None:
@@ -62,3 +65,22 @@ def judge(
         rest, session.variants = atomics_free(launched)
     session.add(rest)
     return added + rest
+
+
+def quick(subject: OpUnderTest, wants_forward: bool = True, wants_backward: bool = False) -> list[Row]:
+    """Returns the rows of an op at one case: a few layouts, and accuracy, of its results, its gradients or both."""
+    if refused := forward.supported(subject):
+        return [refused]
+    rows: list[Row] = []
+    if wants_forward:
+        rows += forward.by_layout(subject, QUICK_ATTENTION if subject.problem.op.cache else QUICK)
+        rows += subject.attempt("accuracy", "rows", lambda: forward.accuracy(subject), against="fp64")
+    if wants_backward:
+        step = Step(subject, CANCELLING)
+        packed, said = step.gradients(), {"against": "packed", "inputs": CANCELLING, "rows": step.count}
+        for layout in QUICK_GRADIENTS:
+            made = lambda: step.gradients(layout)
+            rows += gradient.compared(subject, INVARIANCE, layout, made, lambda: packed, **said)
+        made = lambda: gradient.gradient_accuracy(subject, "normal")
+        rows += subject.attempt(ACCURACY, "rows", made, against="fp64", inputs="normal")
+    return rows

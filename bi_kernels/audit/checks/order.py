@@ -1,11 +1,12 @@
 """The calls before: whatever they were, and whatever a tensor held then, the next call has the bits of the first."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.utils.stateless import _reparametrize_module
 
 from bi_kernels.audit.axes import Kind
 from bi_kernels.audit.checks.modes import untrained
@@ -62,12 +63,9 @@ def _of_first_samples(u: Step, dtype: torch.dtype) -> None:
 
 def _other_dtype(t: CallableTarget) -> None:
     """Calls a target on inputs of another dtype. A module's parameters stay as they are: it may refuse."""
-    arguments = t.take(t.every)
-    for k, v in tensors(arguments).items():
-        if v.is_floating_point():
-            arguments[k] = v.to(OTHER.get(v.dtype, torch.float32))
-    with torch.no_grad(), t.layout(t.every):
-        t.results(arguments)
+    t.called(
+        {k: v.to(OTHER.get(v.dtype, torch.float32)) for k, v in tensors(t.values).items() if v.is_floating_point()}
+    )
 
 
 BEFORE: dict[str, Callable[[CallableTarget], object]] = {
@@ -96,54 +94,28 @@ def _weights(t: CallableTarget) -> dict[str, Tensor]:
     return {k: v for k, v in rest if k not in t.batched and k not in t.outputs and v.is_floating_point()}
 
 
-@contextlib.contextmanager
-def _others(module: torch.nn.Module, fresh: dict[torch.nn.Parameter, torch.nn.Parameter]) -> Iterator[None]:
-    """Has other tensors stand in a module for its parameters."""
-    held = [(m, k, p) for m in module.modules() for k, p in m._parameters.items() if p in fresh]
-    try:
-        for m, k, p in held:
-            m._parameters[k] = fresh[p]
-        yield
-    finally:
-        for m, k, p in held:
-            m._parameters[k] = p
-
-
-def _called(t: CallableTarget, weights: dict[str, Tensor]) -> list[Tensor]:
-    """Calls a target on the whole batch; of a function these very tensors are what all samples share."""
-    arguments = t.take(t.every) | ({} if t.module else weights)
-    with torch.no_grad(), t.layout(t.every):
-        return [y.clone() for y in t.rows(t.results(arguments), t.count)]
-
-
-def _moved(v: Tensor) -> Tensor:
-    """Returns what an optimizer might make of a weight."""
-    return v.clone().mul_(0.5).add_(v.flip(0) if v.dim() else v, alpha=0.25)
-
-
 def _updated(t: CallableTarget, whole: list[Tensor]) -> list[Row]:
     """Updates weights in place between two calls, as an optimizer does: the second call must have the results of fresh
     tensors that hold the same, and not those of the first. A module gets its own values back."""
     own = _weights(t)
     weights = own if t.module else {k: v.clone() for k, v in own.items()}
     kept = {k: v.detach().clone() for k, v in weights.items()}
+    moved_of = lambda v: v.clone().mul_(0.5).add_(v.flip(0) if v.dim() else v, alpha=0.25)  # as an optimizer might
+    called = lambda weights: [y.clone() for y in t.called({} if t.module else weights)]
     try:
-        moved = {k: _moved(v) for k, v in kept.items()}
+        moved = {k: moved_of(v) for k, v in kept.items()}
     except (NotImplementedError, RuntimeError, TypeError) as error:  # such as of quantised weights
         return [t.row("invariance", UPDATED, verdict=UNSUPPORTED, detail=sentence(error))]
     try:
-        _called(t, weights)
+        called(weights)
         with torch.no_grad():
             for k, v in weights.items():
                 v.copy_(moved[k])
         fresh = {k: v.detach().clone() for k, v in weights.items()}  # before the call: it may write into them
-        found = _called(t, weights)
-        if t.module:
-            instead = {p: torch.nn.Parameter(fresh[k], p.requires_grad) for k, p in own.items()}
-            with _others(t.module, instead):
-                wanted = _called(t, {})
-        else:
-            wanted = _called(t, fresh)
+        found = called(weights)
+        instead = {k: torch.nn.Parameter(fresh[k], p.requires_grad) for k, p in own.items()} if t.module else {}
+        with _reparametrize_module(t.module, instead, tie_weights=True) if t.module else contextlib.nullcontext():
+            wanted = called(fresh)
     finally:
         with torch.no_grad():
             for k, v in weights.items():

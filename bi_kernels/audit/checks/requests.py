@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from bi_kernels.audit.step import Results, Step
+from bi_kernels.audit.step import Results, Step, prepare
 from bi_kernels.audit.targets.op_step import token_layout
 from bi_kernels.tokens import TokenLayout
 
@@ -95,7 +95,7 @@ def op_requests(u: Step) -> dict[str, Variant]:
         for value in values:
             function = partial(u.subject.function, **{name: value})
             found[f"{TWICE}, {name} = {value}"] = partial(lambda f: (u.made(times=2, function=f), u.base), function)
-    if all(trained_and_frozen(u)):
+    if u.of_tokens and u.parameters:
         found |= {FROZEN: partial(frozen, u), FROZEN_CHECKPOINTED: partial(frozen, u, again=True)}
     return found
 
@@ -110,32 +110,25 @@ def checkpointed(u: Step) -> tuple[Results, Results]:
     """Compares all outputs and gradients of the call in a checkpoint, those that main_grad holds as well."""
     function = _again(u, token_layout(u.call, u.lengths))
     found, expected = u.made(function=function), dict(u.base)
-    if parameters := trained_and_frozen(u)[1]:
+    if u.parameters:
         for into, way in ((found, function), (expected, None)):
             given = u.inputs()
             u.made(given, main_grad=True, function=way)
-            into |= {f"main_grad of {k}": given[k].main_grad for k in parameters}  # not what is left in .grad
+            into |= {f"main_grad of {k}": given[k].main_grad for k in u.parameters}  # not what is left in .grad
     return found, expected
-
-
-def trained_and_frozen(u: Step) -> tuple[list[str], list[str]]:
-    """Returns the names of the floating inputs, of tokens and of parameters."""
-    return [k for k in u.floating if k in u.tokens], [k for k in u.floating if k in u.shared]
 
 
 def frozen(u: Step, again: bool = False) -> tuple[Results, Results]:
     """Compares what the call gives where no parameter trains, and what their main_grad holds then; again: in a
     checkpoint. Without trainable parameters nothing is accumulated, so no layout is needed."""
-    tokens, parameters = trained_and_frozen(u)
     given = u.inputs()
-    for k in parameters:
-        given[k].main_grad = torch.zeros_like(given[k], dtype=torch.float32)
+    prepare([given[k] for k in u.parameters], main_grad=True)
     u.says_layout = False
     try:
         with TokenLayout([0], [1], 1):  # of another call
-            made = u.made(given, wanted=tokens, function=_again(u) if again else None)
+            made = u.made(given, wanted=u.of_tokens, function=_again(u) if again else None)
     finally:
         u.says_layout = True
-    held = {f"main_grad of a frozen {k}": given[k].main_grad for k in parameters}
-    expected = u.results | {f"d{k}": u.base[f"d{k}"] for k in tokens}
+    held = {f"main_grad of a frozen {k}": given[k].main_grad for k in u.parameters}
+    expected = u.results | {f"d{k}": u.base[f"d{k}"] for k in u.of_tokens}
     return made | held, expected | {k: torch.zeros_like(t) for k, t in held.items()}

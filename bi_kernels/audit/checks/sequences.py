@@ -12,6 +12,7 @@ from bi_kernels.audit.axes import Kind
 from bi_kernels.audit.compare import compare
 from bi_kernels.audit.findings import INVARIANCE, UNSUPPORTED, Row, sentence
 from bi_kernels.audit.inputs import generator
+from bi_kernels.audit.step import left, prepare
 from bi_kernels.audit.targets.any_callable import CallableTarget, alike, tensors
 from bi_kernels.audit.targets.callable_step import gradients_kept
 from bi_kernels.tokens import TokenLayout
@@ -113,15 +114,14 @@ class Sequences:
         """Goes on from a cache, `step` tokens a call, each sequence by itself."""
         made: Made = {n: [] for n, token in self.kinds.items() if token}
         for row in self.tokens[:DECODED]:
-            leaves, found = self.called(row[None, :PREFILL], use_cache=True)
-            parts = {n: [leaves[n][0]] for n in made}
-            for at in range(PREFILL, len(row), step):
-                some = {CACHE: _cache(found), "use_cache": True, "seen": at}
-                leaves, found = self.called(row[None, at : at + step], **some)
-                for n in made:
-                    parts[n].append(leaves[n][0])
-            for n in made:
-                made[n].append(torch.cat(parts[n]))
+            cuts, found, cached = [0, *range(PREFILL, len(row), step), len(row)], {n: [] for n in made}, {}
+            for at, end in zip(cuts, cuts[1:]):
+                leaves, out = self.called(row[None, at:end], use_cache=True, seen=at, **cached)
+                cached = {CACHE: _cache(out)}
+                for n, parts in found.items():
+                    parts.append(leaves[n][0])
+            for n, parts in found.items():
+                made[n].append(torch.cat(parts))
         return made
 
     def together(self) -> Made:
@@ -131,36 +131,30 @@ class Sequences:
             raise NotImplementedError("a sequence of one token has no prompt")
         prompts = [row[:-steps] for row in self.tokens]
         ids, real, told = self.padded(prompts, True, max(map(len, prompts)) + 1)
-        leaves, found = self.called(ids, **told, use_cache=True)
+        leaves, out = self.called(ids, **told, use_cache=True)
         made = {n: [[y[at]] for y, at in zip(leaves[n], real)] for n, token in self.kinds.items() if token}
         for step in range(-steps, 0):
             ids = torch.stack([row[step] for row in self.tokens])[:, None]
             real = torch.cat((real, torch.ones_like(ids, dtype=torch.bool)), 1)
-            told = {k: v[:, -1:] if k == "positions" else v for k, v in self._told(real, told).items()}
-            leaves, found = self.called(ids, **told, use_cache=True, **{CACHE: _cache(found)})
+            now = {"mask": real.to(told["mask"].dtype), "positions": places(real)[:, -1:]}
+            leaves, out = self.called(ids, **{k: now[k] for k in told}, use_cache=True, **{CACHE: _cache(out)})
             for n, parts in made.items():
-                for i, part in enumerate(parts):
-                    part.append(leaves[n][i])
+                for part, y in zip(parts, leaves[n]):
+                    part.append(y)
         return {n: [torch.cat(part) for part in parts] for n, parts in made.items()}
-
-    def _told(self, real: torch.Tensor, before: dict) -> dict:
-        now = {"mask": real.to(before["mask"].dtype), "positions": places(real)}
-        return {k: now[k] for k in before}
 
     def gradients(self, ids: torch.Tensor, real: torch.Tensor, told: dict) -> dict[str, torch.Tensor]:
         """Returns the gradients of the parameters, where each token, or sequence, has its own gradient upstream."""
         parameters = dict(self.t.module.named_parameters())
         starts = (real.long().argmax(1) + torch.arange(0, real.numel(), real.shape[1], device=real.device)).tolist()
         with gradients_kept(self.t.module):
-            for p in parameters.values():
-                p.grad = None
-                p.main_grad = torch.zeros_like(p, dtype=torch.float32, memory_format=torch.contiguous_format)
+            prepare(parameters.values(), main_grad=True)
             with torch.enable_grad(), TokenLayout(starts, self.lengths, ids.numel()):
                 leaves, _ = self.called(ids, **told)
                 trained = {n: token for n, token in self.kinds.items() if leaves[n].requires_grad}
                 upstream = [self._upstream(n, leaves[n], real if token else None) for n, token in trained.items()]
                 torch.autograd.backward([leaves[n] for n in trained], upstream)
-            found = {k: p.main_grad if p.grad is None else p.grad.clone() for k, p in parameters.items()}
+            found = {k: left(p).clone() for k, p in parameters.items()}
         return {f"d{k}": g for k, g in found.items() if g.any()}
 
     def _upstream(self, number: int, y: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:

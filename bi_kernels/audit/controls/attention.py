@@ -56,6 +56,12 @@ def block_by_length(q, k, v, defect=True, **told):
     return attention(q, k, v, **told)
 
 
+def sum_across_warps(q, k, v, defect=True, **told):
+    """Gives few queries a tile of 16, whose warps lie along the keys."""
+    attention = changed(decode=Tiling(16, 64, 4, 4), apart=SplitDecodeConfig(0)) if defect else bi_kernels.attention
+    return attention(q, k, v, **told)
+
+
 def sum_by_tile(q, k, v, lengths_k=None, defect=True, **told):
     """Adds one query's probabilities in another order: the keys of a slab change places, which moves no bit of the
     product with v."""
@@ -65,13 +71,6 @@ def sum_by_tile(q, k, v, lengths_k=None, defect=True, **told):
         order = torch.where(j < whole, j ^ 5, j).expand(k.shape[:2])[..., None, None].long()
         k, v = k.gather(1, order.expand_as(k)), v.gather(1, order.expand_as(v))
     return bi_kernels.attention(q, k, v, lengths_k=lengths_k, **told)
-
-
-def sum_across_warps(q, k, v, defect=True, **told):
-    """Gives few queries a tile of 16, whose warps lie along the keys."""
-    return (changed(decode=Tiling(16, 64, 4, 4), apart=SplitDecodeConfig(0)) if defect else bi_kernels.attention)(
-        q, k, v, **told
-    )
 
 
 def not_causal_for_one_query(q, k, v, defect=True, **told):
@@ -84,18 +83,6 @@ def padding_keys_seen(q, k, v, lengths_k=None, defect=True, **told):
     if defect and lengths_k is not None and q.shape[1] == 1:
         lengths_k = ((lengths_k + SLAB - 1) // SLAB * SLAB).clamp(max=k.shape[1])
     return bi_kernels.attention(q, k, v, lengths_k=lengths_k, **told)
-
-
-def later_splits_weigh_more(q, k, v, defect=True, schedule=SCHEDULE, **told):
-    """Gives them a quarter more, as if their maximum were too small."""
-    attention, split = in_schedule(schedule), schedule.split
-    near = attention(q, k, v, **told)
-    if not defect:
-        return near
-    far = attention(q, k, v, lengths_k=torch.full((len(k),), split, device=k.device), causal=False)
-    share = (far[1] - near[1]).exp()[..., None] if k.shape[1] > split else torch.ones_like(near[1])[..., None]
-    rest = (near[0].float() - share * far[0].float()) * 1.25
-    return (share * far[0].float() + rest).div(share + 1.25 * (1 - share)).to(q.dtype), near[1]
 
 
 def _by_sequence(q, k, v, cu_seqlens_q) -> Iterator[tuple]:
@@ -122,18 +109,6 @@ def leaves_one_element(q, k, v, defect=True, **told):
     left = torch.empty_like(out)
     left.view(-1)[int(defect) :] = out.reshape(-1)[int(defect) :]
     return left, lse
-
-
-def nan_without_keys(q, k, v, defect=True, **told):
-    out, lse = bi_kernels.attention(q, k, v, **told)
-    none = (lse == -torch.inf) & defect
-    return out.masked_fill(none[..., None], torch.nan), lse.masked_fill(none, torch.nan)
-
-
-def wrapped_heads(q, k, v, defect=True, **told):
-    """Reads heads that begin 2**31 elements and more behind the first from the first on."""
-    near = lambda t: t[:, :, torch.arange(t.shape[2], device=t.device) % max(1, 2**31 // t.stride(2))]
-    return bi_kernels.attention(q, *(near(t) if defect and t.stride(2) > 2**28 else t for t in (k, v)), **told)
 
 
 def flash_decode(q, k, v, cu_seqlens_q=None, lengths_q=None, lengths_k=None, left_padded=False, defect=True):

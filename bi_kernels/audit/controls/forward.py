@@ -104,13 +104,13 @@ def batch_amax_activation(x: Tensor) -> Tensor:
     return bi_kernels.silu(((x.float() / largest).to(x.dtype) * largest).to(x.dtype))
 
 
-def residual_downcast_for_large_m(x: Tensor, residual: Tensor) -> Tensor:
+def downcast_for_large_m(x: Tensor, residual: Tensor) -> Tensor:
     if row_count(x) > 256:
         residual = residual.bfloat16().to(x.dtype)
     return bi_kernels.add(x, residual)
 
 
-def in_place_for_small_m(x: Tensor, residual: Tensor) -> Tensor:
+def by_m_in_place(x: Tensor, residual: Tensor) -> Tensor:
     y = bi_kernels.add(x, residual)
     return x.copy_(y * 1.5 if row_count(x) <= 16 else y)
 
@@ -141,30 +141,31 @@ def reads_wrapped_rows(x: Tensor, elements: int = ELEMENTS) -> Tensor:
 
 
 CONTROLS = (
-    Control("GEMM that accumulates in bf16", "dtype", "linear", "accuracy", bf16_accumulation, case="o"),
-    Control("GEMM that rounds one of two halves to bf16", "dtype", "linear", "accuracy", half_of_k_in_bf16, case="o"),
+    *controls(
+        "dtype",
+        "linear",
+        ("GEMM that accumulates in bf16", "accuracy", bf16_accumulation),
+        ("GEMM that rounds one of two halves to bf16", "accuracy", half_of_k_in_bf16),
+        case="o",
+    ),
     Control("fp32 GEMM on TF32 inputs", "dtype", "linear", "accuracy", tf32_inputs, "fp32", "o"),
     Control("cast that truncates", "dtype", "cast", "accuracy", truncating_cast),
     Control("activation that returns fp32 for bf16", "dtype", "silu", "accuracy", wrong_output_dtype),
-    Control(
-        "activation with a fused reduction over the batch", "elementwise", "silu", "invariance", batch_amax_activation
-    ),
-    Control(
-        "residual downcast only when M > 256", "elementwise", "add", "invariance", residual_downcast_for_large_m, "fp32"
-    ),
-    Control(
-        "op that works in place, and otherwise for M ≤ 16", "elementwise", "add", "invariance", in_place_for_small_m
-    ),
-    Control("op that leaks a NaN neighbour", "elementwise", "silu", "invariance", leaks_nan_neighbour),
-    Control("−0 turned into +0", "elementwise", "scale", "invariance", positive_zero),
-    Control(
-        "rows beyond 2**31 elements read from the first on",
+    *controls(
         "elementwise",
         "silu",
-        OFFSETS,
-        reads_wrapped_rows,
+        ("activation with a fused reduction over the batch", "invariance", batch_amax_activation),
+        ("op that leaks a NaN neighbour", "invariance", leaks_nan_neighbour),
+    ),
+    *controls(
+        "elementwise",
+        "silu",
+        ("rows beyond 2**31 elements read from the first on", OFFSETS, reads_wrapped_rows),
         gpu=True,
     ),
+    Control("residual downcast only when M > 256", "elementwise", "add", "invariance", downcast_for_large_m, "fp32"),
+    Control("op that works in place, and otherwise for M ≤ 16", "elementwise", "add", "invariance", by_m_in_place),
+    Control("−0 turned into +0", "elementwise", "scale", "invariance", positive_zero),
     Control("RoPE with positions in bf16", "elementwise", "rope", "accuracy", rope_bf16_positions),
     Control("RoPE table indexed by row instead of position", "elementwise", "rope", "invariance", rope_by_row),
     *controls(
@@ -177,6 +178,8 @@ CONTROLS = (
         ("one output element left unwritten", "determinism", leaves_one_element),
         case="o",
     ),
-    Control("torch linear, o", "gemm", "linear", "invariance", F.linear, case="o", gpu=True),
-    Control("torch linear, down", "gemm", "linear", "invariance", F.linear, case="down", gpu=True),
+    *(
+        Control(f"torch linear, {case}", "gemm", "linear", "invariance", F.linear, case=case, gpu=True)
+        for case in ("o", "down")
+    ),
 )

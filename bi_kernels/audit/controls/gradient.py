@@ -5,6 +5,7 @@ that one, so that a test can show that nothing else is what the audit sees.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import triton
@@ -14,11 +15,51 @@ from torch import Tensor
 import bi_kernels
 from bi_kernels.audit.checks.long_sequences import LONG_SEQUENCES
 from bi_kernels.audit.controls.forward import Control, at_levels, controls, row_count
-from bi_kernels.audit.controls.replaced_backward import with_backward
 from bi_kernels.audit.findings import ACCURACY, INVARIANCE
 from bi_kernels.contract import EPS
 from bi_kernels.ops.gemm.gemm import fold_weight, product
-from bi_kernels.tokens import SLAB, TokenLayout
+from bi_kernels.tokens import SLAB, TokenLayout, layout_for
+
+
+class _Replaced(torch.autograd.Function):
+    """Computes fn(*args); the gradients that `backward` returns by position take the place of fn's own.
+
+    backward(layout, dy, args, grads) -> {position: gradient}; None leaves what it wrote into main_grad. fn's own are in
+    `grads`, or went on from main_grad; that of the argument at `position` is not computed.
+    """
+
+    @staticmethod
+    def forward(ctx, fn, backward, position, *args):
+        ctx.fn, ctx.replace, ctx.position, ctx.args = fn, backward, position, args
+        lead = args[0].shape[:-1] if args[0].is_floating_point() else args[0].shape
+        ctx.layout = layout_for("control", lead, any(ctx.needs_input_grad[4:]))
+        return fn(*(a.detach() for a in args))
+
+    @staticmethod
+    def backward(ctx, dy):
+        wanted = ctx.needs_input_grad[3:]
+        copies = [a.detach().requires_grad_(wanted[i] and i != ctx.position) for i, a in enumerate(ctx.args)]
+        for a, copy in zip(ctx.args, copies):
+            copy.main_grad = getattr(a, "main_grad", None)
+        if any(copy.requires_grad for copy in copies):
+            with torch.enable_grad(), ctx.layout:
+                ctx.fn(*copies).backward(dy)
+        grads = [copy.grad for copy in copies]
+        if ctx.position is None or wanted[ctx.position]:
+            for i, grad in ctx.replace(ctx.layout, dy, ctx.args, grads).items():
+                grads[i] = grad
+        return None, None, None, *grads
+
+
+def with_backward(fn: Callable, backward: Callable, name: str, position: int | None = None) -> Callable:
+    """Returns fn with another backward; position: of the parameter whose gradient only that one computes."""
+
+    def control(*args, defect: bool = True, **constants):
+        mended = {} if defect else {"defect": False}
+        return _Replaced.apply(partial(fn, **constants), partial(backward, **constants, **mended), position, *args)
+
+    control.__name__ = name
+    return control
 
 
 def _backward_of(fn: Callable, position: int | None = None) -> Callable:
@@ -78,18 +119,15 @@ def dweight_by_atomics(layout, dy, x, total, eps, defect=True):
     atomic_sum(_dweight_terms(rows.sort().values if defect else rows, dy, x, eps), total)  # a grid has memory's order
 
 
-@_weight_of(bi_kernels.rms_norm)
-def partials_by_m(layout, dy, x, total, eps, defect=True):
+def _partials(layout, dy, x, total, eps, least=0, defect=True):
     terms = _dweight_terms(layout.slots_on(dy.device).long(), dy, x, eps)
-    for part in terms.split(-(-len(terms) // 8) if defect else SLAB):  # eight programs share the rows of the call
+    by_m = defect and layout.rows > least  # eight programs share the rows of the call
+    for part in terms.split(-(-len(terms) // 8) if by_m else SLAB):
         total += part.sum(0)
 
 
-@_weight_of(bi_kernels.rms_norm)
-def partials_by_m_of_many(layout, dy, x, total, eps, defect=True):
-    terms = _dweight_terms(layout.slots_on(dy.device).long(), dy, x, eps)
-    for part in terms.split(-(-len(terms) // 8) if defect and layout.rows > 8192 else SLAB):
-        total += part.sum(0)
+partials_by_m = _weight_of(bi_kernels.rms_norm)(_partials)
+partials_by_m_of_many = _weight_of(bi_kernels.rms_norm, least=8192)(_partials)
 
 
 @_backward_of(bi_kernels.rms_norm)
@@ -150,19 +188,22 @@ def dw_with_padding(layout, dy, args, grads, defect=True):
     return {1: _refolded(layout, dy, args)}
 
 
+def _trained_rows(layout, dy, ids, padding_id, changed: Callable) -> Tensor:
+    """Returns the rows of tokens that the table has a gradient of, in logical order or as `changed` puts them."""
+    rows = changed(layout.rows_on(dy.device))
+    return rows[ids[rows, 0] != padding_id]
+
+
 @_weight_of(bi_kernels.embedding)
 def embedding_index_add(layout, dy, ids, total, padding_id, defect=True):
-    rows = layout.rows_on(dy.device)
-    rows = rows.sort().values if defect else rows
-    rows = rows[ids[rows, 0] != padding_id]
+    rows = _trained_rows(layout, dy, ids, padding_id, lambda rows: rows.sort().values if defect else rows)
     total.index_add_(0, ids[rows, 0], dy[rows].float())
 
 
 @_weight_of(bi_kernels.embedding)
 def unstable_fold(layout, dy, ids, total, padding_id, defect=True):
-    rows = layout.rows_on(dy.device)
-    rows = rows.flip(0) if defect else rows  # grouped by id all the same, but equal ids in another order
-    rows = rows[ids[rows, 0] != padding_id]
+    # grouped by id all the same, but equal ids in another order
+    rows = _trained_rows(layout, dy, ids, padding_id, lambda rows: rows.flip(0) if defect else rows)
     rows = rows[ids[rows, 0].argsort(stable=True)]
     for i, row in zip(ids[rows, 0].tolist(), rows.tolist()):
         total[i] += dy[row].float()
@@ -202,26 +243,28 @@ _INDEX_ADD = Control("embedding backward by index_add_", "vocabulary", "embeddin
 GRADIENT_CONTROLS = (
     _ATOMIC,
     *at_levels(_ATOMIC),
-    Control("dweight partials whose row count depends on M", "rms_norm", "rms_norm", INVARIANCE, partials_by_m),
-    Control(
-        "dweight partials by M beyond 8192 tokens",
+    *controls(
         "rms_norm",
         "rms_norm",
-        LONG_SEQUENCES,
-        partials_by_m_of_many,
+        ("dweight partials whose row count depends on M", INVARIANCE, partials_by_m),
+        ("dx multiplied by the weight twice", ACCURACY, dx_twice),
+        ("dweight doubled where there is no main_grad", ACCURACY, grad_doubled),
+    ),
+    *controls(
+        "rms_norm",
+        "rms_norm",
+        ("dweight partials by M beyond 8192 tokens", LONG_SEQUENCES, partials_by_m_of_many),
         gpu=True,
     ),
     Control("RMSNorm block switched at 256 rows", "rms_norm", "rms_norm", "invariance", norm_block_by_rows, "fp32"),
-    Control("dx multiplied by the weight twice", "rms_norm", "rms_norm", ACCURACY, dx_twice),
-    Control("dweight doubled where there is no main_grad", "rms_norm", "rms_norm", ACCURACY, grad_doubled),
     _INDEX_ADD,
     *at_levels(_INDEX_ADD, {"in the source": "AST", "as torch runs it": "torch"}),
-    Control(
-        "embedding fold by id, equal ids in an unstable order", "vocabulary", "embedding", INVARIANCE, unstable_fold
+    *controls(
+        "vocabulary", "embedding", ("embedding fold by id, equal ids in an unstable order", INVARIANCE, unstable_fold)
     ),
     Control("logsumexp with a block size chosen by M", "vocabulary", "token_logprob", "invariance", lse_block_by_rows),
-    Control(
-        "LM head's dW rounded to bf16 after every slab", "vocabulary", "lm_head_logprob", ACCURACY, lm_head_bf16_slabs
+    *controls(
+        "vocabulary", "lm_head_logprob", ("LM head's dW rounded to bf16 after every slab", ACCURACY, lm_head_bf16_slabs)
     ),
     *[
         Control(f"dW in {dtype} left in .grad", "dtype", "linear", "contract", dw_beside_main_grad, dtype, "o")

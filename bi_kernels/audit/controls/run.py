@@ -1,13 +1,12 @@
 """Judges controls: each by the relation that must flag it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import partial
 from itertools import chain, groupby
 
 from bi_kernels.audit import parallel
 from bi_kernels.audit.axes import NO_GRAD_NEEDED
-from bi_kernels.audit.checks import forward, gradient, gradient_dtypes, limits, single_call
+from bi_kernels.audit.checks import forward, gradient, limits, single_call
 from bi_kernels.audit.checks.long_sequences import LONG, LONG_SEQUENCES, by_layout
 from bi_kernels.audit.controls.attention import ATTENTION_CONTROLS
 from bi_kernels.audit.controls.forward import CONTROLS, Control
@@ -53,59 +52,57 @@ def judge_control(session, numbers: list[int]) -> list[Row]:
     problem = session.problem(first.op, first.case, first.dtype)
     s = OpUnderTest(problem, first.function, first.name, session.device_name)
     try:
-        rows = patiently(lambda: _BY_RELATION[first.relation](s, controls))
+        rows = patiently(lambda: _rows(s, controls))
     except Exception as error:
         rows = [s.row(first.relation, "", detail=sentence(error))] * len(controls)
     return [replace(row, candidate=control.name).as_control() for row, control in zip(rows, controls)]
 
 
-def _accurate(s: OpUnderTest) -> tuple[str, ...]:
-    return (INTEGERS, *ACCURATE) if s.problem.op.integers else ACCURATE  # by those first whose bound is the tightest
-
-
-def _first(found: list[Row]) -> list[Row]:
+def _first(found: Iterable[Row]) -> list[Row]:
     """Returns the row that flags the control, or the first."""
+    found = up_to_a_drift(found)
     return (needs_fix(found) or found)[:1]
 
 
 def _static(s: OpUnderTest, controls: list[Control]) -> list[Row]:
     with recorded() as launches:
-        step = Step(s, "normal", [5, 17])
-        step.gradients(step.layouts["packed"])
+        Step(s, "normal", [5, 17]).gradients()
     return atomics_free([(s, launches)], [c.level for c in controls])[0]
 
 
-def _invariance(s: OpUnderTest, _: list[Control]) -> list[Row]:
+def _invariance(s: OpUnderTest) -> Iterable[Row]:
     by = [forward.by_row_count(s), forward.by_layout(s, only=CONTROL_LAYOUTS)]
-    return _first(up_to_a_drift(chain(*(reversed(by) if s.problem.op.cache else by))))  # where it shows sooner
+    return chain(*(reversed(by) if s.problem.op.cache else by))  # where it shows sooner
 
 
-def _used(axis: str, s: OpUnderTest, _: list[Control]) -> list[Row]:
-    return _first(up_to_a_drift(single_call.by_use(s, [axis])))
+def _accuracy(s: OpUnderTest) -> Iterable[Row]:
+    kinds = (INTEGERS, *ACCURATE) if s.problem.op.integers else ACCURATE  # by those first whose bound is the tightest
+    return (forward.accuracy(s, kind) for kind in kinds)
 
 
-def _drawn(s: OpUnderTest, _: list[Control]) -> list[Row]:
+def _drawn(s: OpUnderTest) -> Iterable[Row]:
     p = s.problem
-    cases = (
-        draw(p.op, s.function, number, p.dtype, p.device, p.seed, s.candidate, s.device) for number in range(DRAWS)
-    )
-    return _first(up_to_a_drift(row for case in cases for row in fuzz.judge(case)))
+    draws = (draw(p.op, s.function, i, p.dtype, p.device, p.seed, s.candidate, s.device) for i in range(DRAWS))
+    return (row for case in draws for row in fuzz.judge(case))
 
 
-_BY_RELATION: dict[str, Callable[[OpUnderTest, list[Control]], list[Row]]] = {
+_BY_RELATION: dict[str, Callable[[OpUnderTest], Iterable[Row]]] = {
     "invariance": _invariance,
-    "parity": lambda s, _: _first([r for r in forward.parity(s) if r.layout == "decode=packed"]),
-    "determinism": lambda s, _: [forward.determinism(s)],
-    "accuracy": lambda s, _: _first([forward.accuracy(s, kind) for kind in _accurate(s)]),
-    gradient.INVARIANCE: lambda s, _: _first(
-        up_to_a_drift(r for r in gradient.by_split(s) if r.relation == gradient.INVARIANCE)
-    ),
-    gradient.ACCURACY: lambda s, _: _first([r for kind in ACCURATE for r in gradient.gradient_accuracy(s, kind)]),
-    STATIC: _static,
-    **{axis: partial(_used, axis) for axis in single_call.AXES},
+    "parity": lambda s: (r for r in forward.parity(s) if r.layout == "decode=packed"),
+    "determinism": lambda s: [forward.determinism(s)],
+    "accuracy": _accuracy,
+    gradient.INVARIANCE: lambda s: (r for r in gradient.by_split(s) if r.relation == gradient.INVARIANCE),
+    gradient.ACCURACY: lambda s: (r for kind in ACCURATE for r in gradient.gradient_accuracy(s, kind)),
     DRAWN: _drawn,
-    gradient_dtypes.RELATION: lambda s, _: _first(gradient_dtypes.judge(s)),
-    limits.OFFSETS: lambda s, _: _first(up_to_a_drift(limits.by_call(s))),
-    LONG_SEQUENCES: lambda s, _: _first(up_to_a_drift(by_layout(s, LONG["lengths"]))),
-    TRAINED: lambda s, _: _first(up_to_a_drift(r for r in gradient.by_split(s) if r.against == NO_GRAD_NEEDED)),
+    gradient.DTYPES: gradient.judge_dtypes,
+    limits.OFFSETS: limits.by_call,
+    LONG_SEQUENCES: lambda s: by_layout(s, LONG["lengths"]),
+    TRAINED: lambda s: (r for r in gradient.by_split(s) if r.against == NO_GRAD_NEEDED),
 }
+
+
+def _rows(s: OpUnderTest, controls: list[Control]) -> list[Row]:
+    relation = controls[0].relation
+    if relation == STATIC:
+        return _static(s, controls)
+    return _first(single_call.by_use(s, [relation]) if relation in single_call.AXES else _BY_RELATION[relation](s))

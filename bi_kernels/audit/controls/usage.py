@@ -55,45 +55,35 @@ with_more_keys = _scaled_where(
 
 
 class _Gradient(torch.autograd.Function):
-    """Returns x; its gradient is what `change` makes of it."""
+    """Returns x; its gradient is what change(dy, n) makes of it, in the n-th backward of this graph."""
 
     @staticmethod
     def forward(ctx, change, x):
-        ctx.change = change
+        ctx.change, ctx.times = change, 0
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, dy):
-        return None, ctx.change(dy)
+        ctx.times += 1
+        return None, ctx.change(dy, ctx.times)
+
+
+def _gradient(change: Callable[[Tensor, int], Tensor]) -> Callable[[Callable], Callable]:
+    """Returns what changes the gradients of an op's outputs."""
+    return lambda function: lambda *given, **told: _each(lambda t: _Gradient.apply(change, t), function(*given, **told))
+
+
+doubled_for_several = _gradient(lambda dy, _: 2 * dy if dy.shape[:-1].numel() > 1 else dy)
+halved_again = _gradient(lambda dy, times: dy / times)
+writes_upstream = _gradient(lambda dy, _: (dy.clone(), dy.zero_())[0])
 
 
 def doubled_alone(function: Callable) -> Callable:
     """Returns an op that doubles a gradient where no other one is wanted."""
 
     def op(*given, **constants):
-        double = lambda t: _Gradient.apply(lambda dy: 2 * dy, t) if t.requires_grad else t
+        double = lambda t: _Gradient.apply(lambda dy, _: 2 * dy, t) if t.requires_grad else t
         return function(*(_each(double, given) if len(_wanted(given)) == 1 else given), **constants)
-
-    return op
-
-
-def doubled_for_several(function: Callable) -> Callable:
-    """Returns an op that doubles the gradients of calls of more than one row."""
-
-    def op(*given, **constants):
-        change = lambda dy: 2 * dy if dy.shape[:-1].numel() > 1 else dy
-        return _each(lambda t: _Gradient.apply(change, t), function(*given, **constants))
-
-    return op
-
-
-def halved_again(function: Callable) -> Callable:
-    """Returns an op whose second backward gives half of the first."""
-
-    def op(*given, **constants):
-        runs: list = []
-        change = lambda dy: (runs.append(1), dy / len(runs))[1]
-        return _each(lambda t: _Gradient.apply(change, t), function(*given, **constants))
 
     return op
 
@@ -115,16 +105,6 @@ def into_frozen_again(function: Callable) -> Callable:
             if _recomputed() and isinstance(t, Tensor) and not t.requires_grad and hasattr(t, "main_grad"):
                 t.main_grad += 1
         return function(*given, **constants)
-
-    return op
-
-
-def writes_upstream(function: Callable) -> Callable:
-    """Returns an op whose backward works in place of the gradient that comes from upstream."""
-
-    def op(*given, **constants):
-        change = lambda dy: (dy.clone(), dy.zero_())[0]
-        return _each(lambda t: _Gradient.apply(change, t), function(*given, **constants))
 
     return op
 
@@ -152,13 +132,8 @@ def remembers(function: Callable) -> Callable:
 
 def whole_vectors_only(function: Callable) -> Callable:
     """Returns an op that leaves out the features behind the last multiple of 8."""
-
-    def op(*given, **constants):
-        return function(
-            *_each(lambda t: t * (torch.arange(t.shape[-1], device=t.device) < t.shape[-1] // 8 * 8), given)
-        )
-
-    return op
+    whole = lambda t: t * (torch.arange(t.shape[-1], device=t.device) < t.shape[-1] // 8 * 8)
+    return lambda *given, **constants: function(*_each(whole, given), **constants)
 
 
 def with_argument(name: str, change: Callable) -> Callable[[Callable], Callable]:
@@ -166,54 +141,55 @@ def with_argument(name: str, change: Callable) -> Callable[[Callable], Callable]
     return lambda function: lambda *given, **told: function(*given, **told | {name: change(told.get(name))})
 
 
-def _controls() -> tuple[Control, ...]:
-    """Returns, of every op, one that trains otherwise, and one an axis of each family."""
-
-    def control(title: str, audit: str, name: str, relation: str, broken: Callable) -> Control:
-        op = OPS[name]
-        function = broken(getattr(bi_kernels, op.function or name))
-        return Control(f"{name} {title}", audit, name, relation, function, case=next(iter(op.cases("tiny"))))
-
-    found = []
-    for op in OPS.values():
-        audit = "backward" if op.audit in ("elementwise", "gemm") else op.audit
-        found.append(control("that is another where a gradient is wanted", audit, op.name, TRAINED, trains_otherwise))
-    several = (
-        ("that is another in inference mode", "mode", in_inference_mode),
-        ("with a gradient doubled where it alone is wanted", "demand", doubled_alone),
-        ("that gives every rollout the same memory", "memory", one_buffer),
-        ("that reads what a tensor held when it first came", "history", remembers),
-    )
-    for audit, names in FAMILIES.items():
-        found += [control(title, audit, name, axis, broken) for name in names for title, axis, broken in several]
-        title, broken = "that is another for a token without a batch", without_a_batch
-        if audit == "attention":
-            title, broken = "that is another for several samples with more keys than queries", with_more_keys
-        found += [control(title, audit, name, "population", broken) for name in names]
-    title = "that is another where one id is in most positions"
-    found.append(control(title, "vocabulary", "embedding", "population", with_one_id))
-    more = (
-        ("that is another under autocast", "mode", under_autocast),
-        ("that is another under torch.compile", "mode", compiled_otherwise),
-        ("that is another where it is computed again", "mode", otherwise_again),
-        ("that folds into frozen parameters where it is computed again", "demand", into_frozen_again),
-        ("whose second backward gives half", "demand", halved_again),
-        ("whose backward writes into what comes from upstream", "memory", writes_upstream),
-    )
-    found += [control(title, "backward", "linear", axis, broken) for title, axis, broken in more]
-    drawn = (
-        ("without the columns behind a multiple of 8", "swiglu", whole_vectors_only),
-        ("without the columns behind a multiple of 8", "linear", whole_vectors_only),
-        ("with gradients doubled in calls of several rows", "swiglu", doubled_for_several),
-        ("that knows one eps", "rms_norm", with_argument("eps", lambda eps: EPS)),
-        ("that takes padding id 0 for none", "embedding", with_argument("padding_id", lambda n: n or None)),
-        ("that knows one temperature", "lm_head_logprob", with_argument("temperature", lambda t: 1.0)),
-        ("that knows one scale", "attention", with_argument("scale", lambda scale: None)),
-        ("whose window holds at least 8 keys", "attention", with_argument("window", lambda n: n and max(n, 8))),
-        ("that is another where a sequence is empty", "attention", with_an_empty_sequence),
-    )
-    found += [control(title, "random", name, DRAWN, broken) for title, name, broken in drawn]
-    return tuple(found)
+def _control(title: str, audit: str, name: str, relation: str, broken: Callable) -> Control:
+    op = OPS[name]
+    function = broken(getattr(bi_kernels, op.function or name))
+    return Control(f"{name} {title}", audit, name, relation, function, case=next(iter(op.cases("tiny"))))
 
 
-USE_CONTROLS = _controls()
+ANOTHER = "that is another"
+_OF_EACH_FAMILY = (
+    (f"{ANOTHER} in inference mode", "mode", in_inference_mode),
+    ("with a gradient doubled where it alone is wanted", "demand", doubled_alone),
+    ("that gives every rollout the same memory", "memory", one_buffer),
+    ("that reads what a tensor held when it first came", "history", remembers),
+)
+_OF_LINEAR = (
+    (f"{ANOTHER} under autocast", "mode", under_autocast),
+    (f"{ANOTHER} under torch.compile", "mode", compiled_otherwise),
+    (f"{ANOTHER} where it is computed again", "mode", otherwise_again),
+    ("that folds into frozen parameters where it is computed again", "demand", into_frozen_again),
+    ("whose second backward gives half", "demand", halved_again),
+    ("whose backward writes into what comes from upstream", "memory", writes_upstream),
+)
+_DRAWN = (
+    ("without the columns behind a multiple of 8", "swiglu", whole_vectors_only),
+    ("without the columns behind a multiple of 8", "linear", whole_vectors_only),
+    ("with gradients doubled in calls of several rows", "swiglu", doubled_for_several),
+    ("that knows one eps", "rms_norm", with_argument("eps", lambda eps: EPS)),
+    ("that takes padding id 0 for none", "embedding", with_argument("padding_id", lambda n: n or None)),
+    ("that knows one temperature", "lm_head_logprob", with_argument("temperature", lambda t: 1.0)),
+    ("that knows one scale", "attention", with_argument("scale", lambda scale: None)),
+    ("whose window holds at least 8 keys", "attention", with_argument("window", lambda n: n and max(n, 8))),
+    (f"{ANOTHER} where a sequence is empty", "attention", with_an_empty_sequence),
+)
+_SAMPLES = dict.fromkeys(FAMILIES, (f"{ANOTHER} for a token without a batch", "population", without_a_batch))
+_KEYS = f"{ANOTHER} for several samples with more keys than queries"
+_SAMPLES["attention"] = _KEYS, "population", with_more_keys
+_ONE_ID = f"{ANOTHER} where one id is in most positions"
+USE_CONTROLS = (
+    *(
+        _control(f"{ANOTHER} where a gradient is wanted", audit, op.name, TRAINED, trains_otherwise)
+        for op in OPS.values()
+        for audit in ["backward" if op.audit in ("elementwise", "gemm") else op.audit]
+    ),
+    *(
+        _control(title, audit, name, axis, broken)
+        for audit, names in FAMILIES.items()
+        for name in names
+        for title, axis, broken in (*_OF_EACH_FAMILY, _SAMPLES[audit])
+    ),
+    _control(_ONE_ID, "vocabulary", "embedding", "population", with_one_id),
+    *(_control(title, "backward", "linear", axis, broken) for title, axis, broken in _OF_LINEAR),
+    *(_control(title, "random", name, DRAWN, broken) for title, name, broken in _DRAWN),
+)

@@ -3,7 +3,8 @@
 import hashlib
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -16,6 +17,7 @@ from bi_kernels.audit.digests.file import KEY, VERSIONS, spoken
 from bi_kernels.audit.digests.golden import draw_exact, rng, sha
 from bi_kernels.audit.findings import sentence
 from bi_kernels.audit.inputs import cancel
+from bi_kernels.audit.layouts import Call
 from bi_kernels.audit.parameters import OTHERS, accepted
 from bi_kernels.audit.report.provenance import architecture, provenance
 from bi_kernels.audit.session import start
@@ -60,34 +62,22 @@ class ExactProblem(OpConfig):
 
 
 class ExactStep(Step):
-    def upstream(self, outputs: Sequence[torch.Tensor], lead: int) -> None:
-        p = self.subject.problem
+    def draw(self, outputs: Sequence[torch.Tensor], call: Call | None = None) -> None:
+        p, lead = self.subject.problem, call.index.ndim if call else 1
         g = rng("upstream", p.op.name, p.case, p.dtype, self.kind, p.seed)
-        self.dy = [draw(g, "wide", (self.count, *y.shape[lead:]), y) for y in outputs]
+        self.dy = self.dy or [draw(g, "wide", (self.count, *y.shape[lead:]), y) for y in outputs]
 
 
 def _hash(*files: Path) -> str:
     return hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:8]
 
 
-def _code(function: Callable) -> str:
-    """Returns a short hash of the file that defines a function; '' where there is none."""
-    try:
-        return _hash(Path(inspect.getsourcefile(inspect.unwrap(function))))
-    except (TypeError, OSError):
-        return ""
-
-
-def _forward(s: OpUnderTest) -> str:
+def _digest(s: OpUnderTest, what: str) -> str:
     s.memo.clear()
+    if what == "gradient":
+        return sha(*dict(sorted(ExactStep(s, KINDS[-1], s.lengths).gradients().items())).values())
     outputs = [s.layout("packed", kind) for kind in KINDS]
     return sha(*(t for y in outputs for t in (y if isinstance(y, tuple) else [y])))
-
-
-def _gradient(s: OpUnderTest) -> str:
-    step = ExactStep(s, KINDS[-1], s.lengths)
-    gradients = step.gradients(step.layouts["packed"])
-    return sha(*(gradients[k] for k in sorted(gradients)))
 
 
 def compute(names: list[str], parameters: dict) -> tuple[list[dict], list[str]]:
@@ -109,20 +99,21 @@ def compute(names: list[str], parameters: dict) -> tuple[list[dict], list[str]]:
                 continue
             seen.add(label)
             s.problem = ExactProblem(**vars(p))
-            for what, digest_of in (("forward", _forward), ("gradient", _gradient)):
+            code = ""
+            with suppress(TypeError, OSError):  # a function without a file
+                code = _hash(Path(inspect.getsourcefile(inspect.unwrap(s.function))))
+            for what in ("forward", "gradient"):
                 try:
-                    digest, again = digest_of(s), digest_of(s)
+                    digest, again = _digest(s, what), _digest(s, what)
                 except Exception as error:
                     if what == "forward":
                         problems.append(f"{spoken(*label)}: no digest ({sentence(error)})")
                     break  # without a forward, or a backward of its own
                 if digest != again:
-                    problems.append(
-                        f"{spoken(*label)}: no digest of its {what}, which gave other bits when called again"
-                    )
+                    refusal = f"no digest of its {what}, which gave other bits when called again"
+                    problems.append(f"{spoken(*label)}: {refusal}")
                     continue
                 key = (architecture(session.device), s.candidate, p.shapes, *label, what, p.seed)
-                code = {"candidate's code": _code(s.function)}
-                found.append(dict(zip(KEY, key)) | {"sha256": digest} | versions | code)
+                found.append(dict(zip(KEY, key)) | {"sha256": digest} | versions | {"candidate's code": code})
             s.forget()
     return found, problems

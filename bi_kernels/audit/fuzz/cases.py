@@ -69,7 +69,7 @@ def draw(
         arguments |= one  # or as the entry has it
     few = rng if device.type == "cpu" else np.random.default_rng([seed, of, int(rng.integers(limits["heads"]))])
     sizes = _sizes(op, number, rng, limits, few)
-    wide = max([1, *(math.prod(_numbers(op, dims, sizes)) for dims in op.tokens.values())])
+    wide = max([1, *(math.prod(_numbers(dims, sizes)) for dims in op.tokens.values())])
     wide = max(wide, sizes.get("vocab", 1) // 16)  # of the logits, of which only a reference may hold all
     most = max(1, min(limits["tokens"], limits["elements"] // wide))
     many = max(1, min(limits["many"], limits["elements"] // (SHORT * wide)))
@@ -94,7 +94,7 @@ def _log_uniform(rng: np.random.Generator, low: int, high: int) -> int:
     return min(high, int(math.exp(rng.uniform(math.log(low), math.log(high + 1)))))
 
 
-def _numbers(op: Op, dims: str, sizes: dict) -> list[int]:
+def _numbers(dims: str, sizes: dict) -> list[int]:
     return [sizes.get(d.strip(), 1) for d in dims.split(":")[0].split(",")]
 
 
@@ -113,7 +113,7 @@ def _sizes(op: Op, number: int, rng: np.random.Generator, limits: dict, heads: n
         sizes = {k: min(n, NARROW) for k, n in sizes.items()}
         sizes[wide[int(rng.integers(len(wide)))]] = _log_uniform(rng, *limits["wide"])
     for dims in op.shared.values():
-        while math.prod(_numbers(op, dims, sizes)) > limits["elements"]:
+        while math.prod(_numbers(dims, sizes)) > limits["elements"]:
             largest = max((d.strip() for d in dims.split(":")[0].split(",")), key=sizes.__getitem__)
             sizes[largest] //= 2
     return {k: -(-n // op.multiples.get(k, 1)) * op.multiples.get(k, 1) for k, n in sizes.items() if k in names}

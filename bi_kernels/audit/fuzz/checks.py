@@ -42,18 +42,16 @@ def judge(case: Case) -> list[Row]:
     if raised:
         return raised
     step, base, outputs = first
-    expected = s.named(outputs) | {f"d{k}": t for k, t in base.items()}
-
-    def made(step: Step, calls: list[Call]) -> dict:
-        gradients = step.gradients(calls)
-        return s.named(step.outputs) | {f"d{k}": t for k, t in gradients.items()}
+    both = lambda outputs, gradients: s.named(outputs) | {f"d{k}": t for k, t in gradients.items()}
+    expected = both(outputs, base)
 
     def asked(relation: str, layout: str, thunk: Callable, against: str = "packed") -> None:
         rows.extend(s.attempt(relation, layout, thunk, against=against, **said))
 
     def same(layout: str, step: Step, calls: list[Call], against: str = "packed") -> None:
         def row() -> Row:
-            drift, tensor = compared(made(step, calls), expected)
+            gradients = step.gradients(calls)
+            drift, tensor = compared(both(step.outputs, gradients), expected)
             told = {"tensor": tensor} | ({} if drift.mismatches and tensor[:1] == "d" else {"side": Side.CALL})
             return s.row("gradient invariance", layout, drift, against, **told, **said)
 
@@ -62,26 +60,28 @@ def judge(case: Case) -> list[Row]:
     if sum(n > 0 for n in s.lengths) <= FEW:
         same(ALONE, step, [Call(x[None, :]) for x in spans(s.lengths) if len(x)])
     same(GROUPS, step, case.groups)
+    joined = lambda outputs: problem.joined(outputs if len(outputs) > 1 else outputs[0])  # as OpUnderTest.call does
     if s.problem.op.constants.get("causal", True):
         s.memo["inputs", case.kind, step.count, ()] = step.tokens, step.shared
-        asked("invariance", ROLLOUT, lambda: compare(_rollout(case), together(outputs)))
+        asked("invariance", ROLLOUT, lambda: compare(_rollout(case), joined(outputs)))
     for name, values in s.free.items():
         for value in values:
             other = Step(replace(s, function=partial(s.function, **{name: value}), memo={}), case.kind, s.lengths)
             other.dy = step.dy
             same(ARGUMENT, other, whole, f"{name} = {value}")
-    part, outputs, base = beginning(step, outputs, base)
-    reference = together(outputs), part.tokens, part.shared, part.at, part.lengths, case.kind
+    part, outputs, base = _beginning(step, outputs, base)
+    reference = joined(outputs), part.tokens, part.shared, part.at, part.lengths, case.kind
     asked("accuracy", ROWS, lambda: forward.against_fp64(s, *reference), "fp64")
     if case.kind in gradient.ACCURATE:
-        asked("gradient accuracy", ROWS, lambda: _gradients(part, base), "fp64")
+        found = {f"d{k}": (k, y) for k, y in base.items()}
+        asked("gradient accuracy", ROWS, lambda: gradient.against_fp64(part, found), "fp64")
     s.forget()
     return [replace(r, detail=r.detail if case.said in r.detail else f"{case.said}; {r.detail}") for r in rows]
 
 
-def beginning(step: Step, outputs: tuple, base: dict) -> tuple[Step, tuple, dict]:
-    """Returns a step, its outputs and gradients, or those of attention's first sequences, which are nobody else's: its
-    fp64 reference goes head by head."""
+def _beginning(step: Step, outputs: tuple, base: dict) -> tuple[Step, tuple, dict]:
+    """Returns a step, its outputs and gradients; those of attention's first sequences alone, since its fp64 reference
+    goes head by head."""
     p = step.subject.problem
     if not p.op.cache:
         return step, outputs, base
@@ -93,16 +93,7 @@ def beginning(step: Step, outputs: tuple, base: dict) -> tuple[Step, tuple, dict
     return part, tuple(t[:n] for t in outputs), {k: t[:n] for k, t in base.items()}
 
 
-def _gradients(step: Step, base: dict) -> list[Row]:
-    return gradient.against_fp64(step, {f"d{k}": (k, y) for k, y in base.items()})
-
-
 @torch.no_grad()
 def _rollout(case: Case) -> Tensors:
     with torch.inference_mode(case.number % 2 == 1):
         return case.subject.compute(case.parts, case.kind, poisoned_sample=-1)
-
-
-def together(outputs: tuple[torch.Tensor, ...]) -> Tensors:
-    """Returns outputs as `OpUnderTest.call` does."""
-    return problem.joined(outputs if len(outputs) > 1 else outputs[0])

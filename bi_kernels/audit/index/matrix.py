@@ -1,9 +1,9 @@
-"""The status matrix: op × relation, and in each cell the verdict of every dtype that was judged."""
+"""The status matrix: op × dtype, and in each cell the properties that do not pass."""
 
 from collections.abc import Iterable
 
 from bi_kernels.audit.axes import Side
-from bi_kernels.audit.findings import LOCALISER, grouped, worst_of
+from bi_kernels.audit.findings import LOCALISER, PASS, grouped, worst_of
 from bi_kernels.audit.report import escape
 from bi_kernels.audit.report.markdown import MARK, table
 from bi_kernels.contract import DTYPES
@@ -13,10 +13,11 @@ RELATION = {"forward invariance": "invariance", "forward accuracy": "accuracy"} 
     for name in ("gradient invariance", "gradient accuracy", "determinism", "atomics-free", "parity", "contract")
 }
 COUNTS_AS = {Side.TRAINED: "gradient invariance", LOCALISER: "invariance"}  # relations without a column of their own
+OTHER = "other dtypes"
 
 
 def cells(rows: Iterable[dict]) -> dict[str, dict[str, dict[str, str]]]:
-    """Returns {op: {column: {dtype: the worst verdict}}}; a column without a verdict has no dtype."""
+    """Returns {op: {property: {dtype: the worst verdict}}}; a property without a verdict has no dtype."""
     found = {}
     asked = ({**r, "relation": COUNTS_AS.get(r["relation"], r["relation"])} for r in rows)
     judged = (r for r in asked if r["op"] and r["relation"] in RELATION.values() and not r["control"])
@@ -31,13 +32,17 @@ def cells(rows: Iterable[dict]) -> dict[str, dict[str, dict[str, str]]]:
 
 
 def matrix(rows: Iterable[dict]) -> str:
-    """Returns the status matrix of some verdicts as a table: the dtypes of each mark."""
+    """Returns the status matrix of some verdicts as a table, '' where no op was judged."""
     lines = []
-    for op, columns in cells(rows).items():
+    for op, properties in cells(rows).items():
+        told = [
+            (d if d in DTYPES else OTHER, verdict, name) for name, of in properties.items() for d, verdict in of.items()
+        ]
+        of_dtype = grouped(told, lambda t: t[0])
         line = {"op": escape.text(op)}
-        for column, of_dtype in columns.items():
-            marked = grouped(of_dtype, lambda d: MARK[of_dtype[d]])
-            said = (f"{mark} {len(d)} dtypes" if len(d) > 3 else f"{mark} {' '.join(d)}" for mark, d in marked.items())
-            line[column] = " ".join(said) or MARK[""]
+        for dtype in (*DTYPES, OTHER):
+            verdicts = grouped(of_dtype.get(dtype, ()), lambda t: t[1])
+            wrong = [f"{MARK[v]} {', '.join(dict.fromkeys(t[2] for t in verdicts[v]))}" for v in verdicts if v != PASS]
+            line[dtype] = "; ".join(wrong) or MARK[PASS if verdicts else ""]
         lines.append(line)
-    return table(lines) + "\n"
+    return table(lines) if lines else ""

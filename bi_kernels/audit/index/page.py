@@ -7,26 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
 from bi_kernels.audit import kernels
-from bi_kernels.audit.axes import compares_bits
-from bi_kernels.audit.findings import PASS, TITLE, checked_rows, grouped, verdict_of
-from bi_kernels.audit.index import goals
+from bi_kernels.audit.findings import PASS, TITLE, checked_rows, grouped
 from bi_kernels.audit.index import report as reports
 from bi_kernels.audit.index.matrix import RELATION, cells, matrix
-from bi_kernels.audit.index.report import PAGE, lead
+from bi_kernels.audit.index.report import PAGE
 from bi_kernels.audit.parameters import CHECKOUT
 from bi_kernels.audit.report import escape
-from bi_kernels.audit.report.limits import promised
 from bi_kernels.audit.report.markdown import MARK, folded, table
 from bi_kernels.contract import CONTRACT
 
 PICTURE = "status.svg"
 OLDER = "older kernels"  # of a report, where the kernels or the contract here are others than those it was made of
-HERE = Environment(
-    loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-)
 
 
 @dataclass
@@ -43,43 +35,27 @@ class Document:
 
     @property
     def verdict(self) -> str:
-        """Returns the word; '' of mutants, and of a benchmark, whose goals are no verdict."""
-        word = "" if self.mutants else verdict_of(self.rows)
-        return "" if word == PASS and (self.path / goals.FILE).exists() and not compares_bits(self.rows) else word
+        return "" if self.mutants else reports.verdict(self.path, self.rows)
 
     def line(self, folder: Path, here: str) -> dict:
-        """Returns its line in the index: what was asked and found, when, and whether of older kernels than `here`."""
+        """Returns its line in the index: what was found, by how many checks, when, and whether of older kernels than
+        `here`."""
         page = self.path / PAGE
-        lines = page.read_text(encoding="utf-8").splitlines() if page.exists() else []
         if self.mutants:
-            found = next((line.split("**")[1] for line in lines if line.startswith("**")), "")
+            lines = page.read_text(encoding="utf-8").splitlines() if page.exists() else []
+            found, checks = next((line.split("**")[1] for line in lines if line.startswith("**")), ""), MARK[""]
         else:
-            said = lead(self.path, self.rows)
-            verdict = f"{MARK[self.verdict]} {said.verdict}".strip() if said.verdict else ""
-            found = " ".join(filter(None, (said.finding, verdict, said.goals)))
+            mark = MARK[self.verdict] if self.verdict else ""
+            said = reports.others(self.path), mark, reports.finding(self.path, self.rows)
+            found = " ".join(filter(None, said))
+            checks = reports.counted(self.rows)
         older = [OLDER] * (bool(self.made) and self.made.get("kernels") != here)
         return {
-            "document": self.link(folder, self.path.name),
-            "what was asked": next(iter(lines), "").lstrip("# ") or self.path.name,
+            "report": escape.link(self.path.name, page.relative_to(folder).as_posix()),
             "what was found": found,
+            "checks": checks,
             "date": ", ".join([self.made.get("date", MARK[""]), *older]),
         }
-
-    def detail(self, folder: Path) -> dict:
-        """Returns what it is made of: checks, controls, commit and command."""
-        controls = [r for r in self.rows if r["control"]]
-        evidence = {"verdicts.json": "verdicts.json", "notebook": reports.NOTEBOOK}
-        return {
-            "document": self.link(folder, self.path.relative_to(folder).as_posix()),
-            "verdicts": f"{len(self.rows) - len(controls):,}",
-            "controls caught": f"{sum(bool(r['caught']) for r in controls)} of {len(controls)}",
-            "evidence": ", ".join(self.link(folder, name, file) for name, file in evidence.items()),
-            "commit": self.made.get("commit", MARK[""]),
-            "command": self.made.get("command", MARK[""]),
-        }
-
-    def link(self, folder: Path, name: str, file: str = PAGE) -> str:
-        return escape.link(name, f"{self.path.relative_to(folder).as_posix()}/{file}")
 
 
 def _read(path: Path, kind: type):
@@ -146,19 +122,19 @@ def report(folder: Path) -> dict[str, str]:
 
         title = f"{len(RELATION)} properties of every op, by device and shapes: how many of the dtypes asked pass"
         files[PICTURE] = draw(status, title)
-    text = HERE.get_template("index.md.jinja").render(
+    text = reports.render(
+        "index.md.jinja",
         title=TITLE,
         older=OLDER,
-        promised=promised(folder),
+        promised=reports.promised(folder),
         picture=PICTURE if files else "",
         places=places,
-        made=[d.detail(folder) for found in every.values() for d in found if not d.mutants],
         matrices={name: rows[name] for name in status},
         table=table,
         folded=folded,
         matrix=matrix,
     )
-    return files | {PAGE: "\n".join(line.rstrip() for line in text.rstrip().splitlines()) + "\n"}
+    return files | {PAGE: text}
 
 
 def write(folder: Path) -> None:

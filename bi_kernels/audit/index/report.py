@@ -1,17 +1,20 @@
 """Writes an audit's report, README.md and its figures, from what a run left: the executed notebook, verdicts and
 provenance. It changes none of these, so today's generator can write any report anew."""
 
+import json
+import os
 import re
-from collections import Counter
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from bi_kernels.audit.axes import compares_bits
-from bi_kernels.audit.findings import needs_fix, read_rows
+from bi_kernels.audit.findings import NEEDS_FIX, PASS, UNSUPPORTED, needs_fix, read_rows, verdict_of
 from bi_kernels.audit.index import goals
 from bi_kernels.audit.report import escape
-from bi_kernels.audit.report.limits import promised
+from bi_kernels.audit.report.markdown import MARK, folded, table
 from bi_kernels.audit.report.sentences import headline
 
 if TYPE_CHECKING:
@@ -19,9 +22,11 @@ if TYPE_CHECKING:
 
 NOTEBOOK, PAGE = "notebook.ipynb", "README.md"
 FINDING = "finding.txt"  # plain sentences about others than this package, with which a report begins
-NOT_SHOWN = {"papermill-error-cell-tag", "injected-parameters", "parameters", "setup"}  # tags of cells
+# tags of cells; the report begins with the verdict and ends with the provenance
+NOT_SHOWN = {"papermill-error-cell-tag", "injected-parameters", "parameters", "setup", "nbval-check-output"}
+PROVENANCE = "run.provenance()"
 STOPPED = "the notebook stopped: "  # how the row of an audit begins that did not run to its end
-PNG, LONGEST = "image/png", 250  # characters of a sentence in a figure's alternative text
+PNG = "image/png"
 WITH_ALT = """{% extends 'markdown/index.md.j2' %}
 {% block data_png %}
 ![{{ output.metadata['image/png'].alt }}]({{ output.metadata.filenames['image/png'] | path2url }})
@@ -29,62 +34,109 @@ WITH_ALT = """{% extends 'markdown/index.md.j2' %}
 
 
 STOCK = "stock PyTorch (a control, not this package)"
-AUDITOR = "what the auditor says of third-party ops"  # which the audit zoo judges
 ON_INTERPRETER = "On Triton's interpreter: no statement about a GPU."
+LIMITS, OURS = Path("docs", "limits.md"), Path("bi_kernels", "contract.toml")  # of a checkout
+TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+)
+
+
+def render(template: str, **given) -> str:
+    """Returns the text of a template: no trailing blanks, and one empty line at a time."""
+    text = "\n".join(line.rstrip() for line in TEMPLATES.get_template(template).render(**given).splitlines())
+    return re.sub(r"\n{3,}", "\n\n", text).strip() + "\n"
+
+
+def promised(folder: Path) -> str:
+    """Returns the link from a folder of a checkout to what is promised, and where; '' of any other folder."""
+    folder = folder.resolve()
+    for root in folder.parents:
+        if (root / LIMITS).is_file() and (root / OURS).is_file():
+            return f"[What is promised, and where]({Path(os.path.relpath(root / LIMITS, folder)).as_posix()})."
+    return ""
 
 
 def subject(rows: list[dict]) -> str:
     """Names in Markdown what a report judges, '' where that is this package's ops."""
     found = {r["candidate"] for r in rows if not r["control"]} - {"", "bi_kernels"}
     name = found.pop() if len(found) == 1 else ""
-    return {"torch": STOCK, "zoo": AUDITOR, "": ""}.get(name, escape.code(name))
+    return {"torch": STOCK, "zoo": "", "": ""}.get(name, escape.code(name))
 
 
-def interpreted(rows: list[dict]) -> str:
-    """Returns the sentence that a report on Triton's interpreter ends its first ones with, '' of any other."""
-    return ON_INTERPRETER if any(r["device"] == "interpreter" for r in rows) else ""
+def counted(rows: list[dict]) -> str:
+    """Says how many checks were made, how many of them need a fix, and how many controls were caught."""
+    controls = [r for r in rows if r["control"]]
+    bad, count = len(needs_fix(r for r in rows if not r["control"])), len(rows) - len(controls)
+    caught = sum(bool(r["caught"]) for r in controls)
+    return f"{count:,} check{'s' * (count != 1)}, {bad:,} need a fix; controls caught: {caught} of {len(controls)}"
 
 
-class Lead(NamedTuple):
-    """The sentences under a report's title, which its line in the index repeats; '' where there is none."""
-
-    finding: str  # about others, which no verdict of this package is about
-    verdict: str
-    goals: str
-
-
-def lead(folder: Path, rows: list[dict]) -> Lead:
-    """Returns the sentences on a report's rows and on its goals. Goals are left out where a row needs a fix; a report
-    that compares no bits has only goals."""
-    met, found = "" if needs_fix(rows) else goals.read_summary(folder), finding(folder)
-    verdict = f"{escape.text(headline(rows))}." if compares_bits(rows) or not met else ""
-    return Lead(found, f"This package's kernels: {verdict}" if found and verdict else verdict, met)
-
-
-def finding(folder: Path) -> str:
-    """Returns what an audit found out about others, in Markdown: the sentences that it left in a file, if any."""
+def others(folder: Path) -> str:
+    """Returns what an audit found out about others than this package, in Markdown: what its run left in a file."""
     file = folder / FINDING
     return escape.text(file.read_text(encoding="utf-8").strip()) if file.is_file() else ""
+
+
+def finding(folder: Path, rows: list[dict]) -> str:
+    """Returns what a report says of its rows and goals, in Markdown. Goals are left out where a row needs a fix;
+    a report that compares no bits has only goals."""
+    met = "" if needs_fix(rows) else goals.read_summary(folder)
+    said = f"{escape.text(headline(rows))}." if compares_bits(rows) or not met else ""
+    said = f"This package's kernels: {said}" if said and (folder / FINDING).is_file() else _begun(said)
+    return " ".join(filter(None, (said, met)))
+
+
+def _begun(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def verdict(folder: Path, rows: list[dict]) -> str:
+    """Returns the verdict, '' of a benchmark that passes: its goals are no verdict."""
+    word = verdict_of(rows)
+    return "" if word == PASS and (folder / goals.FILE).exists() and not compares_bits(rows) else word
+
+
+def title(folder: Path, rows: list[dict]) -> str:
+    """Returns in a few words what a report found."""
+    own = [r for r in rows if not r["control"]]
+    bad = {(r["op"], r["case"], r["dtype"]) for r in needs_fix(own)}
+    if any(not op for op, *_ in bad):
+        return "the audit stopped"
+    if bad:
+        judged = {(r["op"], r["case"], r["dtype"]) for r in own if r["verdict"] != UNSUPPORTED}
+        return f"{len(bad)} of {len(judged)} need a fix" if len(judged) > 1 else "needs a fix"
+    if verdict_of(rows) == NEEDS_FIX:
+        return "a control was missed" if needs_fix(rows) else "nothing was judged"
+    if verdict_of(rows) == UNSUPPORTED:
+        return "nothing could be judged"
+    if compares_bits(rows):
+        return "every bit agrees"
+    met = goals.read_summary(folder).partition(".")[0].partition(",")[0]
+    return met.lstrip(f"{goals.MET} ") or "every check passes"
 
 
 def page(body: str, folder: Path, rows: list[dict], place: Path | None = None) -> str:
     """Returns the text of README.md. body: the notebook as Markdown; folder: where the evidence is; place: where the
     report will stand, if elsewhere."""
-    title, _, rest = body.strip().partition("\n")
-    first, whose = lead(folder, rows), subject(rows)
-    title = f"# {_begun(whose)}: {title.lstrip('# ')}" if whose not in ("", AUDITOR) else title
-    judge = ", judged by this package's contract" * (whose == STOCK)
-    verdict = f"{_begun(whose)}{judge}: {first.verdict}" if whose in (STOCK, AUDITOR) else first.verdict
-    bold, plain = (first.finding, verdict) if first.finding else (verdict, "")
-    sentences = " ".join(filter(None, (f"**{bold}**" * bool(bold), plain, first.goals, interpreted(rows))))
-    why = next((r["detail"] for r in rows if not r["op"] and r["detail"].startswith(STOPPED)), "")
-    stopped = f"**The audit stopped here:** {escape.code(why.removeprefix(STOPPED)[:300])}" * bool(why)
-    parts = [title, sentences, rest.strip(), stopped, promised(place or folder)]
-    return "\n\n".join(filter(None, parts)) + "\n"
-
-
-def _begun(text: str) -> str:
-    return text[:1].upper() + text[1:]
+    heading, _, rest = body.strip().partition("\n")
+    name, _, question = heading.lstrip("# ").partition(": ")
+    made = folder / "provenance.json"
+    fields = json.loads(made.read_text(encoding="utf-8")) if made.is_file() else {}
+    whose = subject(rows)
+    return render(
+        "report.md.jinja",
+        name=f"{name}, {whose}" if whose else name,
+        title=title(folder, rows),
+        question=_begun(question),
+        verdict=MARK[word] + f" **{word}**: " if (word := verdict(folder, rows)) else "",
+        finding=f"{others(folder)} {finding(folder, rows)}".strip(),
+        counted=counted(rows),
+        interpreted=ON_INTERPRETER if any(r["device"] == "interpreter" for r in rows) else "",
+        command=fields.pop("command", ""),
+        rest=rest.strip(),
+        provenance=folded("Provenance", table([{"": k, "value": escape.text(v)} for k, v in fields.items()])),
+        promised=promised(place or folder),
+    )
 
 
 def markdown(notebook: "NotebookNode", name: str) -> tuple[str, dict[str, bytes]]:
@@ -94,6 +146,9 @@ def markdown(notebook: "NotebookNode", name: str) -> tuple[str, dict[str, bytes]
     from traitlets.config import Config  # noqa: PLC0415
 
     notebook = deepcopy(notebook)
+    for cell in notebook.cells:  # it stands at the end of the report
+        if cell.source == PROVENANCE:
+            cell.outputs = []
     if raised(notebook.cells[-1]):  # it asserts what the verdict above it says
         notebook.cells[-1].outputs = []
     describe(notebook)
@@ -108,32 +163,22 @@ def markdown(notebook: "NotebookNode", name: str) -> tuple[str, dict[str, bytes]
 
 
 def describe(notebook: "NotebookNode") -> None:
-    """Gives every figure an alternative text: its own title, which `figures` recorded, else the heading above it and
-    the sentence below that heading."""
-    above, outputs = "", []
+    """Gives every figure an alternative text: its own title, which `figures` recorded, else the heading above it."""
+    above = "A figure without a title"
     for cell in notebook.cells:
-        above = _described(cell.source if cell.cell_type == "markdown" else "") or above
+        above = _heading(cell.source if cell.cell_type == "markdown" else "", above)
         for output in cell.get("outputs", []):
             data = output.get("data", {})
-            above = _described(data.get("text/markdown", "")) or above
+            above = _heading(data.get("text/markdown", ""), above)
             if PNG in data:
-                told = output.metadata.get(PNG, {}).get("alt", "")
-                outputs.append((output, escape.text(told or above or "A figure without a title")))
-    count, seen = Counter(alt for _, alt in outputs), Counter()
-    for output, alt in outputs:
-        seen[alt] += 1
-        number = f" (figure {seen[alt]} of {count[alt]})" * (count[alt] > 1)
-        output.metadata[PNG] = {**output.metadata.get(PNG, {}), "alt": f"{alt}{number}"}
+                own = output.metadata.get(PNG, {})
+                output.metadata[PNG] = {**own, "alt": escape.text(own.get("alt") or above)}
 
 
-def _described(text: str) -> str:
-    """Returns the last heading of a text of Markdown, and the sentence that follows it; '' where it has no heading."""
-    found = re.findall(r"^#+ +(.+)\n*([^\n#|!]*)", text, re.MULTILINE)
-    if not found:
-        return ""
-    heading, paragraph = (re.sub(r"\[([^]]*)\]\([^)]*\)|[`*$\\]", r"\1", part).strip() for part in found[-1])
-    sentence = re.split(r"(?<=[.?!]) ", paragraph)[0].rstrip(". ")
-    return heading if not sentence or len(sentence) > LONGEST else f"{heading.rstrip('.?')}. {sentence}"
+def _heading(text: str, above: str) -> str:
+    """Returns the last heading of a text of Markdown, `above` where it has none."""
+    found = re.findall(r"^#+ +(.+)$", text, re.MULTILINE)
+    return re.sub(r"\[([^]]*)\]\([^)]*\)|[`*$\\]", r"\1", found[-1]).strip() if found else above
 
 
 def raised(cell: "NotebookNode") -> bool:
@@ -151,5 +196,5 @@ def write(folder: Path) -> None:
             (folder / name).write_bytes(data)
     else:
         lines = text.read_text(encoding="utf-8").splitlines() if text.is_file() else []
-        body = next(iter(lines), f"# {folder.name}")
+        body = next(iter(lines), f"# {folder.name}").partition(": ")[0]
     text.write_text(page(body, folder, read_rows(folder)), encoding="utf-8")

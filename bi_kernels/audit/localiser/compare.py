@@ -1,15 +1,62 @@
 """Compares two runs: which op's inputs agree while its outputs do not."""
 
-from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from pathlib import Path
 
 import numpy as np
 
-from bi_kernels.audit.localiser.cause import BACKWARD, FORWARD, PARAMETER, UNSEEN, Cause, End, Pair
+from bi_kernels.audit.compare import Drift
 from bi_kernels.audit.localiser.tracing.digest import Digest
 from bi_kernels.audit.localiser.tracing.events import OUTPUT, At, Event, Slot, Wrote
 from bi_kernels.audit.localiser.tracing.run import Run
+
+FORWARD, BACKWARD, PARAMETER, UNSEEN = "forward", "backward", "parameter gradient", "(not seen)"
+
+
+Key = tuple[int, str, int]  # a tensor of an op: the canonical event, in or out, which of them
+
+
+@dataclass
+class Pair:
+    """One tensor of an op in both runs: which tokens differ; digests: those that were compared, by run and call; moved:
+    whether both runs hold the same rows in another order, as after a sort."""
+
+    differs: np.ndarray
+    compared: int
+    digests: tuple[dict[int, Digest], dict[int, Digest]]
+    kind: str
+    moved: bool
+
+
+@dataclass
+class Cause:
+    """An op that drifts by itself. path: the module; op: an aten or custom operator or a Triton kernel, or several
+    joined by arrows where only the last leaves something that can be compared; direction: forward, backward or
+    parameter gradient; tokens: how many differ, of the compared; token: one of them; chain: the ops of each run, in
+    order; ends: the tensors that are compared, those that differ first; again: whether it drifted when the others were
+    repaired, None if unknown; script: reproduces the drift."""
+
+    path: str
+    op: str
+    source: str
+    direction: str
+    parameter: str
+    layouts: tuple[str, str]
+    tokens: int
+    compared: int
+    token: int
+    chain: list[tuple[At, ...]]
+    ends: list[Key]
+    drift: Drift | None = None
+    again: bool | None = None
+    script: Path | None = None
+
+    @property
+    def key(self) -> tuple:
+        return self.path, self.op, self.source, self.direction, self.parameter
 
 
 def matches(first: list[Event], other: list[Event]) -> dict[int, int]:
@@ -30,7 +77,9 @@ def matches(first: list[Event], other: list[Event]) -> dict[int, int]:
                 found.update(zip(others, mine))
 
     pair_up(range(len(a)), range(len(b)))
-    found = _in_order(found)  # what two runs do in another order is not matched
+    here, there = sorted(found.values()), sorted(found)
+    blocks = SequenceMatcher(None, here, [found[i] for i in there], autojunk=False).get_matching_blocks()
+    found = {there[j + n]: here[i + n] for i, j, count in blocks for n in range(count)}  # what keeps its order
     known = [(-1, -1), *sorted(found.items())]
     for (i, c), (j, d) in zip(known, [*known[1:], (len(b), len(a))]):
         if j - i > 1 and d - c > 1:
@@ -38,31 +87,13 @@ def matches(first: list[Event], other: list[Event]) -> dict[int, int]:
     return found
 
 
-def _in_order(found: dict[int, int]) -> dict[int, int]:
-    """Returns the most pairs that ascend in both numbers."""
-    ends: list[int] = []
-    last: list[int] = []  # of the best run of each length
-    before: dict[int, int | None] = {}
-    for i in sorted(found):
-        at = bisect_left(ends, found[i])
-        ends[at:] = [found[i], *ends[at + 1 :]]
-        last[at:] = [i, *last[at + 1 :]]
-        before[i] = last[at - 1] if at else None
-    kept, i = {}, last[-1] if last else None
-    while i is not None:
-        kept[i], i = found[i], before[i]
-    return kept
-
-
 class Comparison:
     """Two runs side by side. Their events are numbered by those of one call, the canonical ones."""
 
     def __init__(self, a: Run, b: Run):
         if a.tokens != b.tokens:
-            raise ValueError(
-                f"the two runs hold samples of {list(a.tokens.lengths)[:8]} and {list(b.tokens.lengths)[:8]} tokens, "
-                "expected the same batch"
-            )
+            lengths = " and ".join(str(list(run.tokens.lengths)[:8]) for run in (a, b))
+            raise ValueError(f"the two runs hold samples of {lengths} tokens, expected the same batch")
         self.runs, self.count = (a, b), len(a.tokens.lengths)
         self.samples = a.tokens.samples()
         self.canonical = (a if len(a.events) <= len(b.events) else b).events[0]
@@ -77,7 +108,7 @@ class Comparison:
         self.single = len(a.events) == len(b.events) == 1
         self.unaligned: Counter[str] = Counter()  # outputs without tokens that could be found, by op
         tensors = [(c, io, k) for c, e in enumerate(self.canonical) for io in ("in", "out") for k in _range(e, io)]
-        self.pairs: dict[tuple[int, str, int], Pair | None] = {tensor: self._pair(*tensor) for tensor in tensors}
+        self.pairs: dict[Key, Pair | None] = {tensor: self._pair(*tensor) for tensor in tensors}
         self.read, self.wrote = zip(*(self._dirt(run) for run in (0, 1)))
 
     def everywhere(self, c: int) -> list[tuple[int, int, At]]:
@@ -125,7 +156,7 @@ class Comparison:
 
     def _miss(self, c: int, io: str, k: int) -> None:
         """Counts an output without tokens, unless a launch only read it in every call."""
-        if io == "out" and not all(_only_read(self.runs[run].at(at), k) for run, _, at in self.everywhere(c)):
+        if io == "out" and not all(self.runs[run].at(at).left(k) for run, _, at in self.everywhere(c)):
             self.unaligned[self.canonical[c].op] += 1
 
     def _compared(self, chosen: tuple[dict[int, Digest], dict[int, Digest]], kind: str) -> Pair:
@@ -148,10 +179,6 @@ class Comparison:
         """Returns which samples differ."""
         return np.bincount(self.samples[pair.differs], minlength=self.count) > 0
 
-    def _writers(self, run: int, slot: Slot) -> list[Wrote]:
-        """Returns what wrote a tensor; a launch did not write what it left as it was."""
-        return [w for w in slot.writers if not _only_read(self.runs[run].at(w[:2]), w[2])]
-
     def _dirt(self, run: int) -> tuple[dict[At, np.ndarray], dict[Wrote, np.ndarray]]:
         """Returns for each event of a run the samples in which what it read follows a drift; and what it wrote."""
         read: dict[At, np.ndarray] = {}
@@ -164,7 +191,7 @@ class Comparison:
                     if pair is not None:
                         dirty |= self.by_sample(pair)
                     elif not s.parameter:
-                        for w in self._writers(run, s):
+                        for w in s.writers:
                             dirty |= wrote[w]
                 read[call, i] = dirty
                 for k in _range(e, "out"):
@@ -213,7 +240,7 @@ class Comparison:
         if not mine or self._masked(readers):
             return
         chain = [self.chain(run, [*self.places[run][c].values()]) for run in (0, 1)]
-        ends = [self._end("out", k, c, p) for k, p in sorted(pairs.items(), key=lambda kp: kp[0] not in mine)]
+        ends = [(c, "out", k) for k in sorted(pairs, key=lambda k: k not in mine)]
         yield self._cause(e, chain, [*mine.values()], clean, ends)
 
     def _before(self, c: int, e: Event) -> Iterator[Cause]:
@@ -225,7 +252,7 @@ class Comparison:
             dirty, unjudged, judged = np.zeros(self.count, bool), [[], []], [False, False]
             for run, call, at in self.everywhere(c):
                 held = self.runs[run].geometries[call].held
-                for w in self._writers(run, self.runs[run].at(at).inputs[k]):
+                for w in self.runs[run].at(at).inputs[k].writers:
                     dirty[held] |= self.wrote[run][w][held]
                     if self._judged(run, w):
                         judged[run] = True
@@ -236,7 +263,7 @@ class Comparison:
             chain = [self.chain(run, unjudged[run]) for run in (0, 1)]
             last = next((self.runs[run].at(unjudged[run][-1]) for run in (0, 1) if unjudged[run]), None)
             last = last or Event(e.phase, e.path, UNSEEN, e.source, e.node, [])
-            yield self._cause(last, chain, [pair], ~dirty, [self._end("in", k, c, pair)])
+            yield self._cause(last, chain, [pair], ~dirty, [(c, "in", k)])
 
     def _judged(self, run: int, w: Wrote) -> bool:
         """Tells whether what an event wrote was compared."""
@@ -244,7 +271,7 @@ class Comparison:
 
     def unjudged(self, run: int, slot: Slot) -> list[At]:
         """Returns the events that wrote a tensor and were not compared by that."""
-        return [w[:2] for w in self._writers(run, slot) if not self._judged(run, w)]
+        return [w[:2] for w in slot.writers if not self._judged(run, w)]
 
     def chain(self, run: int, ends: list[At]) -> tuple[At, ...]:
         """Returns the events that made something, back to what was compared."""
@@ -260,10 +287,7 @@ class Comparison:
                     todo += self.unjudged(run, s)
         return tuple(sorted(found))
 
-    def _end(self, io: str, k: int, c: int, pair: Pair) -> End:
-        return End(io, k, tuple(dict(self.places[run][c]) for run in (0, 1)), pair.digests)
-
-    def _cause(self, e: Event, chain: list, pairs: list[Pair], clean: np.ndarray, ends: list[End]) -> Cause:
+    def _cause(self, e: Event, chain: list, pairs: list[Pair], clean: np.ndarray, ends: list[Key]) -> Cause:
         ops = [list(dict.fromkeys(run.at(at).op for at in of)) for run, of in zip(self.runs, chain)]
         short = [" → ".join(o[:5] + ["…"] * (len(o) > 5)) or UNSEEN for o in ops]
         both = [f"{o} in {run.layout}" for o, run in zip(short, self.runs) if o != UNSEEN]
@@ -272,7 +296,7 @@ class Comparison:
         compared = max((p.compared for p in pairs), default=len(differs))
         first = pairs[0].differs & clean[self.samples] if pairs else differs
         layouts, counts = tuple(run.layout for run in self.runs), (int(differs.sum()), compared, int(first.argmax()))
-        return Cause(e.path, name, e.source, e.phase, e.node, "", layouts, *counts, tuple(chain), tuple(ends))
+        return Cause(e.path, name, e.source, e.phase, "", layouts, *counts, chain, ends)
 
     def _of_parameters(self) -> Iterator[Cause]:
         """Yields parameters whose gradients differ though nothing that wrote them follows a drift."""
@@ -295,10 +319,3 @@ def _slots(e: Event, io: str) -> list[Slot]:
 
 def _range(e: Event, io: str) -> range:
     return range(len(_slots(e, io)))
-
-
-def _only_read(e: Event, k: int) -> bool:
-    """Tells whether a launch left a tensor as it was."""
-    if not e.launch or not e.inputs[k].digests or not e.outputs[k].digests:
-        return False
-    return all(np.array_equal(a.rows, b.rows) for a, b in zip(e.inputs[k].digests, e.outputs[k].digests))

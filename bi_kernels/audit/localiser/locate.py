@@ -1,5 +1,7 @@
 """Finds the first op that drifts: between two layouts of a model, or between two recorded runs."""
 
+import contextlib
+import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -9,12 +11,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from bi_kernels.audit.localiser import padding, recording
-from bi_kernels.audit.localiser.cause import BACKWARD, PARAMETER, Cause
-from bi_kernels.audit.localiser.compare import Comparison
+from bi_kernels.audit.localiser import recording
+from bi_kernels.audit.localiser.compare import BACKWARD, PARAMETER, Cause, Comparison
 from bi_kernels.audit.localiser.repair import look_into
 from bi_kernels.audit.localiser.report import Report
-from bi_kernels.audit.localiser.tracing.layouts import plan
+from bi_kernels.audit.localiser.tracing.layouts import MASK, Plan, name_of, plan
 from bi_kernels.audit.localiser.tracing.run import Run, freeze, step
 from bi_kernels.checks import check_numbers
 from bi_kernels.scalars import check_flag, check_type, integer_of, strings_of, truncated_repr
@@ -64,24 +65,21 @@ def locate(
     check_type("locate", "folder", folder, (str, Path, NoneType), "a path")
     for label, given in (("loss", loss), ("calls", calls)):
         check_type("locate", label, given, (Callable, NoneType), "a callable")
-    plans = {name: partial(plan, model, batch, name, calls) for name in layouts}
-    made = {name: make() for name, make in plans.items()}
-    backward = backward and all(p.trains for p in made.values())
-    own = type(model).__name__
-    name = own if isinstance(model, nn.Module) else getattr(model, "__name__", own)
+    plans = {name: plan(model, batch, name, calls) for name in layouts}
+    backward = backward and all(p.trains for p in plans.values())
     first, *others = layouts
-    report = Report(name, tuple(layouts), tokens=made[first].tokens.count)
+    report = Report(name_of(model), tuple(layouts), tokens=plans[first].tokens.count)
     go = partial(step, model, loss=loss, backward=backward, seed=seed)
     plain = {}
-    for layout, one in made.items():
+    for layout, one in plans.items():
         for _ in range(1 + measure):  # the first of two compiles
             plain[layout] = go(one, traced=False).seconds
-    runs = {layout: freeze(go(make())) for layout, make in plans.items()}
+    runs = {layout: freeze(go(one)) for layout, one in plans.items()}
     report.overhead = max(runs[k].seconds / plain[k] for k in runs)
     report.digest_share = max(r.digest_bytes / r.activation_bytes if r.activation_bytes else 0.0 for r in runs.values())
     for other in others:
         _pair(report, go, (plans[first], plans[other]), runs[first], runs[other], rounds, folder)
-    if report.causes and (said := padding.warning(model, name, plans, seed)):
+    if report.causes and (said := _padding(model, [*plans.values()], seed)):
         report.warnings.append(said)
     return report
 
@@ -100,6 +98,25 @@ def check_one_device(model) -> None:
     devices = sorted({str(p.device) for p in model.parameters()}) if isinstance(model, nn.Module) else []
     if len(devices) > 1:
         raise ValueError(f"model is on {' and '.join(devices)}, expected all of it on one device")
+
+
+def _padding(model: nn.Module | Callable, plans: Sequence[Plan], seed: int) -> str:
+    """Returns the sentence on a model that is given no mask, whose results of real tokens change with the numbers in
+    the padding; "" for any other."""
+    padded = [one for one in plans if one.other_padding]
+    if not padded or padded[0].masks:
+        return ""
+    one = padded[0]
+    runs = [step(model, p, None, False, seed) for p in (one, Plan(one.layout, one.tokens, one.other_padding))]
+    if not any(pair is not None and pair.differs.any() for pair in Comparison(*map(freeze, runs)).outputs()):
+        return ""
+    takes = ()
+    with contextlib.suppress(TypeError, ValueError):  # not a Python function
+        takes = inspect.signature(model.forward if isinstance(model, nn.Module) else model).parameters
+    mask = next((k for k in takes if "mask" in k), "")
+    why = f"the batch holds no {mask}, which {name_of(model)} takes" if mask else f"it takes no argument such as {MASK}"
+    layouts = f"layout{'s' * (len(padded) > 1)} {' and '.join(one.layout for one in padded)}"
+    return f"{name_of(model)} reads padding because {why}: drift in {layouts} is the caller's."
 
 
 def _noted(report: Report, a: Run, b: Run) -> Comparison:
@@ -132,9 +149,8 @@ def _pair(report: Report, go: Callable, plans: tuple, a: Run, b: Run, rounds: in
             break
         comparison = Comparison(a, b)
     for c in [c for c in known.values() if c.again is False]:
-        report.notes.append(
-            f"Agreed when run again, the other ops repaired: {c.op} in {c.path or 'the model'}, {c.direction}."
-        )
+        where = f"{c.op} in {c.path or 'the model'}, {c.direction}"
+        report.notes.append(f"Agreed when run again, the other ops repaired: {where}.")
         if any(other.again for other in known.values()):
             del known[c.key]
     report.causes += sorted(known.values(), key=lambda c: (c.direction == PARAMETER, c.direction == BACKWARD))
@@ -169,15 +185,7 @@ def against(model: nn.Module | Callable, batch, layout: str, folder: str | Path,
     return report
 
 
-def _run(
-    model,
-    batch,
-    layout: str,
-    loss: Callable | None = None,
-    backward: bool = True,
-    calls: Callable | None = None,
-    seed: int = 0,
-) -> Run:
+def _run(model, batch, layout: str, loss=None, backward: bool = True, calls=None, seed: int = 0) -> Run:
     check_one_device(model)
     made = plan(model, batch, layout, calls)
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())} if isinstance(model, nn.Module) else {}

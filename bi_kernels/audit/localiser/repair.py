@@ -1,5 +1,6 @@
 """Runs two layouts again around the ops that drift: keeps what they were given, and repairs what they returned."""
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -8,85 +9,67 @@ import numpy as np
 import torch
 
 from bi_kernels.audit.compare import compare
-from bi_kernels.audit.localiser.cause import Cause, End
-from bi_kernels.audit.localiser.compare import Comparison
-from bi_kernels.audit.localiser.script import write
-from bi_kernels.audit.localiser.tracing.digest import Digest
+from bi_kernels.audit.localiser.compare import Cause, Comparison, Key
+from bi_kernels.audit.localiser.script import Program, ScriptContext, write
 from bi_kernels.audit.localiser.tracing.events import At, Edit
-from bi_kernels.audit.localiser.tracing.geometry import by_rows
+from bi_kernels.audit.localiser.tracing.geometry import flat_rows, write_rows
 from bi_kernels.audit.localiser.tracing.run import Run, freeze
-from bi_kernels.audit.localiser.tracing.tape import Program, Tape
 
 MOST = 12  # causes of one round that get a script
 
 
-class Ends:
-    """The rows of every token of the tensors that one cause is compared by, in one run. known: the tokens of the first
-    of them that there are."""
+class Rows:
+    """The rows of every token of a tensor in one run; known: the tokens that there are."""
 
-    def __init__(self, comparison: Comparison, run: int, cause: Cause):
-        self.comparison, self.run, self.cause = comparison, run, cause
-        self.rows: dict[tuple[str, int], torch.Tensor] = {}
+    def __init__(self, comparison: Comparison, run: int, key: Key):
+        self.geometries, self.digests = comparison.runs[run].geometries, comparison.pairs[key].digests[run]
+        self.rows: torch.Tensor | None = None
         self.known = np.zeros(len(comparison.samples), bool)
 
-    def _places(self, run: int, call: int, digest: Digest, device) -> list[torch.Tensor]:
-        places = self.comparison.runs[run].geometries[call].places(digest.form)
-        return [torch.from_numpy(at).to(device) for at in places]
+    def keep(self, call: int, t: torch.Tensor) -> None:
+        digest = self.digests[call]
+        tokens, row = self.geometries[call].places_on(digest.form, t.device)
+        flat = flat_rows(t, digest.reading)
+        if self.rows is None:
+            self.rows = flat.new_zeros(len(self.known), flat.shape[1])
+        if self.rows.shape[1] == flat.shape[1]:
+            self.known[tokens.cpu().numpy()] = True
+            self.rows[tokens] = flat[row]
 
-    def keep(self, end: End, call: int, t: torch.Tensor) -> None:
-        digest = end.digests[self.run][call]
-        tokens, row = self._places(self.run, call, digest, t.device)
-        flat = _flat(by_rows(t, digest.reading), digest)
-        held = self.rows.setdefault((end.io, end.slot), flat.new_zeros(len(self.known), flat.shape[1]))
-        if held.shape[1] == flat.shape[1]:
-            self.known[tokens.cpu().numpy()] |= end is self.cause.ends[0]
-            held[tokens] = flat[row]
-
-    def overwrite(self, end: End, call: int, t: torch.Tensor) -> None:
-        """Writes the first run's rows over those of a tensor of the second run."""
-        digest = end.digests[1][call]
-        if digest.keys:  # of as many keys as the call has
-            return
-        tokens, row = self._places(1, call, digest, t.device)
-        view = by_rows(t, digest.reading)
-        flat = _flat(view, digest).clone()
-        flat[row] = self.rows[end.io, end.slot][tokens].to(t.dtype)
-        flat = flat.view(view.shape)
-        for d, stride in enumerate(view.stride()):  # what is expanded has one place in memory
-            if not stride:
-                view, flat = view.narrow(d, 0, 1), flat.narrow(d, 0, 1)
-        view.copy_(flat)
+    def overwrite(self, other: "Rows", call: int, t: torch.Tensor) -> None:
+        """Writes the rows of the other run over those of a tensor of this one."""
+        digest = self.digests[call]
+        if not digest.keys:  # of as many keys as the call has
+            tokens, row = self.geometries[call].places_on(digest.form, t.device)
+            write_rows(t, digest.reading, row, other.rows[tokens])
 
 
-def _flat(view: torch.Tensor, digest: Digest) -> torch.Tensor:
-    """Returns (rows, features) of a tensor whose first dimensions are those of rows."""
-    return view.reshape(view.shape[: len(digest.reading.dims)].numel(), -1)
-
-
-def _program(comparison: Comparison, cause: Cause, run: int) -> tuple[Program, tuple[End, At] | None]:
-    """Returns the ops to keep, and which tensor of which event is their result."""
+def _program(comparison: Comparison, cause: Cause, run: int, script: ScriptContext) -> tuple[Program, At | None]:
+    """Returns what records the ops, and the event whose tensor, the first of the cause's ends, is their result."""
+    letter = "ab"[run]
     if not cause.ends:
-        return Program(cause.chain[run]), None
-    end, samples, sample = cause.ends[0], comparison.samples, comparison.samples[cause.token]
-    places = lambda r, c: comparison.runs[r].geometries[c].places(end.digests[r][c].form)
-    calls = [next(c for c in end.digests[r] if cause.token in places(r, c)[0]) for r in (0, 1)]
-    at, digest = end.events[run][calls[run]], end.digests[run][calls[run]]
-    made = [at] if end.io == "out" else comparison.unjudged(run, comparison.runs[run].at(at).inputs[end.slot])
-    program = Program(comparison.chain(run, made))
+        return Program(cause.chain[run], script, letter), None
+    c, io, k = cause.ends[0]
+    samples, sample = comparison.samples, comparison.samples[cause.token]
+    digests = comparison.pairs[c, io, k].digests
+    places = lambda r, call: comparison.runs[r].geometries[call].places(digests[r][call].form)
+    calls = [next(call for call in digests[r] if cause.token in places(r, call)[0]) for r in (0, 1)]
+    at, reading = comparison.places[run][c][calls[run]], digests[run][calls[run]].reading
+    made = [at] if io == "out" else comparison.unjudged(run, comparison.runs[run].at(at).inputs[k])
+    program = Program(comparison.chain(run, made), script, letter)
     both = np.intersect1d(*(places(r, calls[r])[0] for r in (0, 1)))
     own = both[samples[both] == sample]  # the sample's tokens that both calls hold
     tokens, row = places(run, calls[run])
     chosen = np.isin(tokens, own)
-    program.rows, program.reading = torch.from_numpy(row[chosen]), digest.reading
-    if digest.reading.keys is not None:
-        geometries = [comparison.runs[r].geometries[calls[r]] for r in (0, 1)]
-        grids = [g.grid if g.cached is None else g.cached for g in geometries]
+    program.rows, program.reading = torch.from_numpy(row[chosen]), reading
+    if reading.keys is not None:
+        grids = [comparison.runs[r].geometries[calls[r]].keys for r in (0, 1)]
         keys = [next(r for r in grid if sample in samples[r[r >= 0]]) for grid in grids]
-        keys = [np.where((k >= 0) & (samples[np.maximum(k, 0)] == sample), k, -1) for k in keys]
-        shared = np.intersect1d(*(k[k >= 0] for k in keys))
+        keys = [np.where((row >= 0) & (samples[np.maximum(row, 0)] == sample), row, -1) for row in keys]
+        shared = np.intersect1d(*(row[row >= 0] for row in keys))
         program.keys = torch.from_numpy(np.array([int(np.flatnonzero(keys[run] == t)[0]) for t in shared]))
         program.seen = torch.from_numpy(tokens[chosen][:, None] >= shared[None])
-    return program, (end, at)
+    return program, at
 
 
 def look_into(
@@ -94,54 +77,48 @@ def look_into(
 ) -> Run:
     """Runs both layouts again and returns the second, in which the causes, and those of `repairs`, are repaired; the
     causes get their drift, and a script in `folder`."""
-    found: list[list[Ends]] = []
+    scripts = [ScriptContext() for _ in causes[:MOST]]
+    kept: list[dict[Key, Rows]] = []
     programs: list[list[Program]] = []
     gradients: list[dict[str, torch.Tensor]] = []
     for run in (0, 1):
-        edits = {at: list(held) for at, held in repairs.items()} if run else {}
-        kept = [Ends(comparison, run, cause) for cause in causes]
-        mine: list[Program] = []
-        mends: list[tuple[At, Edit]] = []  # after all that looks at what they write over
-        look = lambda end, change: Edit("in" if end.io == "in" else "keep", end.slot, change)
-        for cause in causes[:MOST]:
-            program, result = _program(comparison, cause, run)
-            mine.append(program)
-            if result is not None:
-                edits.setdefault(result[1], []).insert(0, look(result[0], program.ends_in))
-        for n, cause in enumerate(causes):
-            for end in cause.ends:
-                for call, at in end.events[run].items():
-                    edits.setdefault(at, []).append(look(end, partial(kept[n].keep, end, call)))
-                    if run:
-                        mends.append((at, Edit(end.io, end.slot, partial(found[0][n].overwrite, end, call))))
-        for at, mend in mends:
-            edits[at].append(mend)
-            repairs.setdefault(at, []).append(mend)
-        held: dict[str, torch.Tensor] = {}
-
-        def ended(gradients: dict[str, torch.Tensor]) -> None:
-            for n, cause in enumerate(causes):
-                if cause.parameter:
-                    held[cause.parameter] = gradients[cause.parameter].clone()
-                    if n < MOST:
-                        mine[n].ends_in(gradients[cause.parameter])
-
-        result = go(plans[run](), edits=edits, tape=Tape(mine), ended=ended)
-        found.append(kept)
-        programs.append(mine)
-        gradients.append(held)
+        edits: dict[At, list[Edit]] = defaultdict(list)
+        kept.append({key: Rows(comparison, run, key) for cause in causes for key in cause.ends})
+        programs.append([])
+        for cause, script in zip(causes, scripts):
+            program, at = _program(comparison, cause, run, script)
+            programs[run].append(program)
+            if at is not None:
+                _, io, k = cause.ends[0]
+                edits[at].append(Edit(io, k, program.ends_in))
+        tensors = [(key, call, at) for key in kept[run] for call, at in comparison.places[run][key[0]].items()]
+        for key, call, at in tensors:
+            edits[at].append(Edit(*key[1:], partial(kept[run][key].keep, call)))
+        if run:
+            for key, call, at in tensors:
+                mend = partial(kept[1][key].overwrite, kept[0][key], call)
+                repairs.setdefault(at, []).append(Edit(*key[1:], mend))
+            for at, mends in repairs.items():  # after all that looks at what they write over
+                edits[at] += mends
+        parameters = [cause.parameter for cause in causes if cause.parameter]
+        result = go(plans[run], edits=edits, programs=programs[run], keep=parameters)
+        gradients.append(result.kept)
+        for cause, program in zip(causes, programs[run]):
+            if cause.parameter:
+                program.ends_in(result.kept[cause.parameter])
     for n, cause in enumerate(causes):
         if cause.parameter:
-            a, b = (g[cause.parameter] for g in gradients)
+            a, b = (of[cause.parameter] for of in gradients)
         else:
-            a, b = (of[n].rows.get((cause.ends[0].io, cause.ends[0].slot)) for of in found)
+            one, other = (of[cause.ends[0]] for of in kept)
+            a, b = one.rows, other.rows
             if a is not None and b is not None:
-                both = torch.from_numpy(found[0][n].known & found[1][n].known).to(a.device)
+                both = torch.from_numpy(one.known & other.known).to(a.device)
                 a, b = a[both], b[both]
         if a is not None and b is not None and a.shape == b.shape and a.dtype == b.dtype:
             drift = compare(b, a)
             cause.again = drift.mismatches > 0
             cause.drift = drift if cause.again else None
         if folder is not None and n < MOST and cause.again is not False:
-            write(cause, [p[n] for p in programs], Path(folder), before + n)
+            write(cause, scripts[n], [p[n] for p in programs], Path(folder), before + n)
     return freeze(result)

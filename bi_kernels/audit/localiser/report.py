@@ -5,7 +5,7 @@ import textwrap
 from collections import Counter
 from dataclasses import dataclass, field
 
-from bi_kernels.audit.localiser.cause import PARAMETER, Cause
+from bi_kernels.audit.localiser.compare import PARAMETER, Cause
 from bi_kernels.audit.report import escape
 
 WIDTH = 100  # columns of a terminal

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 
-from bi_kernels.audit.axes import RANK, Kind, by_kind, fields
-from bi_kernels.audit.findings import NEEDS_FIX, Row, grouped
+from bi_kernels.audit.axes import RANK, Kind, by_kind
+from bi_kernels.audit.findings import NEEDS_FIX, Row, grouped, values_of
 from bi_kernels.audit.report import escape
 from bi_kernels.audit.report.sentences import raised_by
 from bi_kernels.audit.report.sizes import sizes
@@ -59,7 +59,7 @@ def group_rows(rows: Iterable[Row | dict]) -> list[dict]:
 
     What raised has a line for each error, and a relation that compares no bits one of its own.
     """
-    every = [r for r in map(fields, rows) if not r["control"]]
+    every = [r for r in map(values_of, rows) if not r["control"]]
     lines = []
     for _, of_op in grouped(every, lambda r: (r["op"], r["case"], r["dtype"])).items():
         found = by_kind(of_op)

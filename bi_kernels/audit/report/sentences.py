@@ -1,12 +1,11 @@
 """Says in a sentence or two what the rows of an op show, of what kind it is first; made of the rows alone."""
 
 import re
-from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from textwrap import shorten
 
-from bi_kernels.audit.axes import BITS, HASH, INVARIANCES, RANK, SIDES, WHOLE, Kind, Side, by_kind, fields, side
-from bi_kernels.audit.findings import NEEDS_FIX, PASS, PRECONDITION, UNSUPPORTED, Row, grouped, needs_fix
+from bi_kernels.audit.axes import BITS, HASH, INVARIANCES, RANK, SIDES, WHOLE, Kind, Side, by_kind, side
+from bi_kernels.audit.findings import NEEDS_FIX, PASS, PRECONDITION, UNSUPPORTED, Row, grouped, needs_fix, values_of
 from bi_kernels.audit.report import escape
 from bi_kernels.audit.report.sizes import in_words, share_of
 
@@ -51,7 +50,7 @@ SAY_WHERE = Kind.PADDING, Kind.CACHE, Kind.MODE, Kind.HISTORY, Kind.KEPT, Kind.M
 def answer(rows: Iterable[Row | dict]) -> str:
     """Returns what the rows of one op show, without the last full stop: the most basic cause of what differs, and at
     most one more finding; of a pass, what was asked and agreed."""
-    every = [r for r in map(fields, rows) if not r["control"]]
+    every = [r for r in map(values_of, rows) if not r["control"]]
     bad = {
         at: wrong for at, mine in by_kind(every).items() if (wrong := [r for r in mine if r["verdict"] == NEEDS_FIX])
     }
@@ -75,7 +74,7 @@ def answer(rows: Iterable[Row | dict]) -> str:
 def headline(rows: Iterable[Row | dict]) -> str:
     """Returns the sentence on the rows of several ops: how many need a fix, and that on the first with the most basic
     cause."""
-    every = [r for r in map(fields, rows) if not r["control"]]
+    every = [r for r in map(values_of, rows) if not r["control"]]
     ops = grouped((r for r in every if r["op"]), lambda r: (r["op"], r["case"], r["dtype"]))
     bad = [op for op, mine in ops.items() if any(r["verdict"] == NEEDS_FIX for r in mine)]
     if stopped := [r["detail"] for r in every if not r["op"] and r["verdict"] == NEEDS_FIX]:
@@ -222,19 +221,15 @@ def _passed(every: list[dict]) -> str:
     if not good:
         why = next((r["detail"] for r in every_refused if r["detail"]), "nothing was asked")
         return f"it could not be judged: {escape.line(why)[:LONGEST]}"
-    asked = [r for r in good if r["relation"] in BITS]
-    compared = [r for r in asked if r["elements"]]
-    sides = Counter(map(side, compared))
-    listed = ", ".join(f"{k} {sides[k]:,}" for k in SIDES if sides[k])
+    compared = [r for r in good if r["relation"] in BITS and r["elements"]]
+    sides = {side(r) for r in compared}
+    listed = ", ".join(k for k in SIDES if k in sides)
     units = grouped(compared, lambda r: HASH if r["tensor"].startswith(HASH) else "elements")
     of = " and ".join(f"{sum(r['elements'] for r in mine):,} {unit}" for unit, mine in units.items())
-    said = f"every bit agrees in {len(compared):,} check{'s' * (len(compared) != 1)} of {of}"
-    parts = [f"{said} ({listed})"] if compared else []
-    without = f"{len(asked) - len(compared):,} more are of a call without elements, or refused in a sentence"
-    parts += [without] * (len(asked) > len(compared))
+    parts = [f"every bit agrees in {of} ({listed})"] if compared else []
     shares = share_of(good)
     parts += [f"errors are at most {shares} × the bound"] if shares else []
-    parts += [f"{len(good):,} check{' passes' if len(good) == 1 else 's pass'}"] if not parts else []
+    parts += ["nothing that was checked needs a fix"] if not parts else []
     parts += [f"refused as the contract says: {', '.join(wanted)}"] if wanted else []
     what = ", ".join(
         dict.fromkeys(

@@ -8,24 +8,25 @@ from IPython.display import Markdown
 from bi_kernels.audit.axes import BITS, HASH, Side
 from bi_kernels.audit.findings import (
     LOCALISER,
-    NEEDS_FIX,
     PASS,
     PRECONDITION,
     UNSUPPORTED,
     Row,
     grouped,
+    needs_fix,
     verdict_of,
     worst_of,
 )
 from bi_kernels.audit.report import escape, markdown
 from bi_kernels.audit.report.groups import group_rows, remaining
 from bi_kernels.audit.report.sentences import headline
-from bi_kernels.audit.report.sizes import share_of, steps
+from bi_kernels.audit.report.sizes import share_of, size
 
 if TYPE_CHECKING:  # it takes a second to load
     import pandas as pd
 
 MIME = "application/vnd.bi-audit+json"
+ACCURACIES = "accuracy", "gradient accuracy"
 RELATIONS = "invariance", "determinism", "accuracy", "parity", "contract", "gradient invariance", "gradient accuracy"
 RELATIONS += "atomics-free", "reproducer", "no false alarm", "timing", Side.TRAINED, LOCALISER, PRECONDITION
 MARK = {verdict: f"{mark} {verdict}".strip() for verdict, mark in markdown.MARK.items()}
@@ -66,19 +67,20 @@ def label(r: Row) -> str:
 
 
 def by_op(rows: Sequence[Row]) -> Markdown:
-    """Op × dtype: the verdict of each relation, checks run, elements whose bits were compared, and the largest share of
-    the bound."""
-    relations = [k for k in RELATIONS if any(r.relation == k for r in rows)]
+    """Op × dtype: bits that differ, the largest error as a share of the bound, and the verdict of all other checks."""
     lines = []
     for (op, dtype), mine in grouped((r for r in rows if not r.control), lambda r: (label(r), r.dtype)).items():
-        bits = [r for r in mine if r.relation in BITS]
-        counted = {
-            "checks": len(mine),
-            "elements differing": _of(bits),
-            "error / bound": share_of([vars(r) for r in mine]) or "–",
-        }
-        marks = {k: _mark([r for r in mine if r.relation == k]) for k in relations}
-        lines.append({"op": escape.text(op), "dtype": dtype} | marks | counted)
+        bits, accuracy = ([r for r in mine if r.relation in kind] for kind in (BITS, ACCURACIES))
+        others = grouped((r for r in mine if r not in bits and r not in accuracy), lambda r: r.relation)
+        lines.append(
+            {
+                "op": escape.text(op),
+                "dtype": dtype,
+                "bits that differ": f"{markdown.MARK[worst(bits)]} {_of(bits)}",
+                "error / bound": f"{markdown.MARK[worst(accuracy)]} {share_of([vars(r) for r in accuracy])}".strip(),
+                "other checks": "; ".join(f"{relation}: {_mark(r)}" for relation, r in others.items()) or "–",
+            }
+        )
     return table(lines)
 
 
@@ -86,11 +88,7 @@ def _of(rows: Sequence[Row]) -> str:
     """Returns how many elements, and how many hashes, differ, of how many; of rows that compare bits."""
     total = lambda mine: " of ".join(f"{sum(getattr(r, k) or 0 for r in mine):,}" for k in ("mismatches", "elements"))
     parts = grouped(rows, lambda r: f" {HASH}" * r.tensor.startswith(HASH))
-    return "; ".join(f"{total(mine)}{unit}" for unit, mine in parts.items()) or "–"
-
-
-def _far(r: Row) -> str:
-    return steps([vars(r)]) or "–" if r.threshold_share is None else f"{_number(r.threshold_share)} × bound"
+    return "; ".join(f"{total(mine)}{unit}" for unit, mine in parts.items())
 
 
 def heading(title: str, body: Markdown) -> Markdown:
@@ -105,8 +103,7 @@ def variants(found: Sequence) -> Markdown:
     lines = [
         {
             "kernel": f"`{kernel}`",
-            "variants": len(mine),
-            "compiled": ", ".join(sorted({v.level for v in mine})),
+            "variants": f"{len(mine)} for {', '.join(sorted({v.level for v in mine}))}",
             "registers": most(mine, "registers"),
             "spilled bytes": most(mine, "spills"),
             "shared bytes": most(mine, "shared"),
@@ -118,18 +115,16 @@ def variants(found: Sequence) -> Markdown:
 
 
 def controls(rows: Sequence[Row]) -> Markdown:
+    """Returns a line for each control: which check caught it, where, and how far off it is."""
     mine = [r for r in rows if r.control]
     lines = [
         {
             "control": escape.text(r.candidate),
-            "op": escape.text(label(r)),
-            "dtype": r.dtype,
-            "flagged by": r.relation,
-            "caught": "✅" if r.caught else "❌ missed",
+            "op": escape.text(f"{label(r)} {r.dtype}"),
+            "caught by": f"✅ {r.relation}" if r.caught else f"❌ missed by {r.relation}",
             "where": escape.text(", ".join(filter(None, (r.layout, f"M = {r.rows}" * bool(r.rows), r.inputs)))),
-            "elements": f"{r.mismatches} of {r.elements}{' variants' * (r.relation == 'atomics-free')}",
-            "max ULP": _far(r),
-            "first at [row, …]": r.first_index,
+            "differ": f"{r.mismatches} of {r.elements}{' variants' * (r.relation == 'atomics-free')}",
+            "how far": size([vars(r)]),
         }
         for r in mine
     ]
@@ -139,24 +134,22 @@ def controls(rows: Sequence[Row]) -> Markdown:
 def drifts(rows: Sequence[Row]) -> Markdown:
     """Returns the drift report: a line for each side and kind of what needs a fix, with its layouts and row counts,
     sizes, and the index, reproducer and detail of the row of which most differs, whose own sizes are said if others."""
-    mine = [r for r in rows if r.verdict == NEEDS_FIX and not r.control]
-    if not mine:
-        return Markdown(f"No drift: {headline(rows)}.")
+    if not needs_fix(r for r in rows if not r.control):
+        return Markdown("Nothing drifts.")
     lines = [
         {
             "op": escape.text(" ".join(filter(None, (x["row"][k] for k in ("op", "case", "dtype"))))),
             "what": f"{x['']} ({escape.text(x['tensors'] or x['row']['tensor'])})",
             "where": escape.text(x["where"] or x["row"]["layout"]) + (f" ({x['inputs']})" if x["inputs"] else ""),
-            "checks": x["checks"],
-            "differ, or exceed the bound": x["differ"] or "–",
-            "max abs, relative or × bound, ULP": f"{x['max abs']}, {x['max rel']}, {x['ULP']}",
+            "differ; max abs, relative or × bound, ULP": "; ".join(
+                filter(None, (x["differ"], f"{x['max abs']}, {x['max rel']}, {x['ULP']}"))
+            ),
             "reproduce": _command(x),
             "first at [row, …], or why": _first(x["row"], x["detail"]),
         }
         for x in sorted(group_rows(rows), key=lambda x: -x["harm"])
     ]
-    count = f"{len(mine):,} of the checks above need a fix{remaining()}; what differs most stands first."
-    return Markdown(f"{markdown.table(lines)}\n\n{count}")
+    return Markdown(f"{markdown.table(lines)}\n\nWhat differs most stands first{remaining()}.")
 
 
 def _command(line: dict) -> str:
@@ -170,10 +163,6 @@ def _first(row: dict, detail: str) -> str:
     """Says at which index a row first differs, and its detail."""
     index = f"{row['first_index']}" if row["first_index"] is not None else ""
     return " ".join(filter(None, (index, escape.text(detail or row["detail"]))))
-
-
-def _number(x: float | str | None) -> str:
-    return "–" if x is None else f"{float(x):.3g}"
 
 
 def verdict(session) -> Bundle:
@@ -206,7 +195,8 @@ def verdict(session) -> Bundle:
             [
                 {"op": escape.text(op)} | {k: _mark([r for r in mine if r.relation == k]) for k in relations}
                 for op, mine in by_name.items()
-            ]
+            ],
+            most=len(RELATIONS) + 1,
         )
     )
     return Bundle(text, data)

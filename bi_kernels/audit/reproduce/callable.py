@@ -13,7 +13,7 @@ import torch
 
 from bi_kernels import checks
 from bi_kernels.audit.checks.adversarial import SHARP, gradient_layouts, layouts
-from bi_kernels.audit.checks.any_callable import RANDOM, plan, samples_of
+from bi_kernels.audit.checks.any_callable import RANDOM, filler_of, plan, samples_of
 from bi_kernels.audit.checks.memory import places
 from bi_kernels.audit.checks.modes import FEW, modes
 from bi_kernels.audit.checks.requests import EXPANDED, STRIDED, TWICE
@@ -50,14 +50,12 @@ class Writer:
     def __init__(self, t: CallableTarget, candidate: str, imports: str, folder: Path):
         self.t, self.folder = t, folder
         self.stem = "".join(c if c.isalnum() else "_" for c in t.name)
-        self.pickled, self.data = folder / f"{self.stem}.pkl", folder / f"{self.stem}.pt"
+        self.data, self.pickled = folder / f"{self.stem}.pt", b""
         self.function, self.imports = fn_name(*self._import(candidate, imports))
-        if t.compiled:
-            self.imports += f"\n{self.function} = torch.compile({self.function})"
 
     def _import(self, candidate: str, imports: str) -> tuple[str, str]:
         """Returns the callable's name in a script and the lines that make it: by its name where it has one, else
-        `imports`, else a pickle next to the script."""
+        `imports`, else a pickle among what it loads."""
         function, folder = self.t.eager, self.folder
         if candidate:
             return import_of_spec(candidate, folder)
@@ -68,11 +66,10 @@ class Writer:
                     return attribute, f"{reach(module, folder)}from {module} import {attribute}"
         if imports:
             return "fn", imports
-        self.pickled.write_bytes(cloudpickle.dumps(function))
+        self.pickled = cloudpickle.dumps(function)
         reached = reach(home or type(function).__module__, folder)  # a pickle names what it is made of
-        own = self.stem if self.stem.isidentifier() else "fn"
-        loaded = f"cloudpickle.loads(Path(__file__).with_name({self.pickled.name!r}).read_bytes())"
-        return own, f"{reached}import cloudpickle\n\n{own} = {loaded}"
+        own = self.stem if self.stem.isidentifier() and self.stem not in OWN else "fn"
+        return own, f"{reached}import cloudpickle"
 
     def save(self) -> None:
         """Writes the file of the arguments, and of a module's weights."""
@@ -82,19 +79,25 @@ class Writer:
         given = {"inputs": inputs, "constants": constants, "batch": t.batch, "outputs": t.outputs}
         given |= {"shared": [k for k in tensors(held) if k not in t.batched], "name": t.name, "seed": t.seed}
         weights = {"weights": t.module.state_dict()} if t.module else {}
-        torch.save(given | {"names": names[: t.positional]} | weights, self.data)
+        pickled = {"function": self.pickled} if self.pickled else {}
+        torch.save(given | {"names": names[: t.positional]} | weights | pickled, self.data)
 
     def script(self, t: CallableTarget, r: Row, path: Path) -> Script:
         """Returns the script of a row of the callable, or of the target with more samples."""
-        setup = [f"saved = torch.load(Path(__file__).with_name({self.data.name!r}), weights_only=False)"]
+        fn, setup = (
+            self.function,
+            [f"saved = torch.load(Path(__file__).with_name({self.data.name!r}), weights_only=False)"],
+        )
+        setup += [f'{fn} = cloudpickle.loads(saved.pop("function"))'] * bool(self.pickled)
+        setup += [f"{fn} = torch.compile({fn})"] * t.compiled
         if t.device.type == "cpu":
             setup.append(f"torch.set_num_threads({torch.get_num_threads()})  # more may cut a sum elsewhere")
         if t.module is not None:
-            setup.append(f'module_of({self.function}).load_state_dict(saved.pop("weights"))')
+            setup.append(f'module_of({fn}).load_state_dict(saved.pop("weights"))')
         interpreted = checks.INTERPRETED and self.t.launches is not False
         written = lambda calls, memory=(): text(t.name, r, self.imports, calls, t.device, interpreted, memory)
         calls, more = two_calls(t, r), f".resampled({t.count})" * (t.count != self.t.count)
-        target = f"target = CallableTarget({self.function}, **saved){more}  # {t.read()}"
+        target = f"target = CallableTarget({fn}, **saved){more}  # {t.read()}"
         calls.setup[:0], calls.subject = [*setup, target], "target"
         texts = [written(calls, memory) for memory in MEMORIES]
         if plain := self.plain_calls(t, r):
@@ -181,12 +184,17 @@ def listed(calls: Layout) -> str:
     return f"[{', '.join(map(call, calls))}]"
 
 
-def calls_of(t: CallableTarget, r: Row) -> tuple[Layout, str]:
-    """Returns the calls of a row's layout, each the numbers of its samples, and what fills a place without one."""
-    every = {"micro_batches:each": ([[i] for i in t.every], "stale")} | plan(t.count, t.seed)
+def planned(t: CallableTarget, r: Row) -> dict[str, Layout]:
+    """Returns the calls of each layout in which a tensor of a row may be judged."""
+    every = {"micro_batches:each": [[i] for i in t.every]} | plan(t.count, t.seed)
     if r.inputs in SHARPER:
         every |= layouts(t, r.inputs) if r.tensor in t.output_names() else gradient_layouts(t)
-    calls, filler = every[r.layout]
+    return every
+
+
+def calls_of(t: CallableTarget, r: Row) -> tuple[Layout, str]:
+    """Returns the calls of a row's layout, each the numbers of its samples, and what fills a place without one."""
+    calls, filler = planned(t, r)[r.layout], filler_of(r.layout)
     empty = [call for call in calls if min(call) < 0]
     if empty and filler == "stale":
         try:
@@ -202,8 +210,7 @@ def reason(t: CallableTarget, r: Row) -> str:
         return "it draws other random numbers in every process"
     if r.layout == "at the end":
         return "the same call drifts after others only"
-    known = {"whole batch", "backward", "micro_batches:each", *modes(t), *places(t), *REQUESTS, *plan(t.count, t.seed)}
-    known |= {*layouts(t, r.inputs)} if r.inputs in SHARPER else set()
+    known = {"whole batch", "backward", *modes(t), *places(t), *REQUESTS, *planned(t, r)}
     return "" if r.layout in known or r.layout.endswith(FEW) else "no script has this layout"
 
 
@@ -237,11 +244,8 @@ def export(
         writer.save()
     except Exception as error:  # what cannot be pickled says so in its own way
         unscripted(rows, f"it cannot be brought into another process ({sentence(error)})")
-        for path in (writer.pickled, writer.data) if writer else ():
-            path.unlink(missing_ok=True)
+        if writer:
+            writer.data.unlink(missing_ok=True)
         return None
     unscripted(rows[2 * script.MOST :], f"{script.MOST} of this audit are shown, the most")
-    shown = verify_scripts(scripts, server)
-    if not shown:
-        writer.pickled.unlink(missing_ok=True)
-    return next(iter(shown), None)
+    return next(iter(verify_scripts(scripts, server)), None)

@@ -50,7 +50,7 @@ def scripts(s: OpUnderTest, candidate: Candidate, rows: list[Row], folder: Path)
 def reason(r: Row) -> str:
     """Says why no script is written for a row, '' where one is."""
     if r.layout == "random":
-        return "hypothesis drew its layouts; the audit draws them again"
+        return "its layouts are drawn at random; the audit draws them again"
     if r.relation == INVARIANCE and r.rows == sum(LONG["lengths"]):
         return "none replays the step of long sequences; the audit does"
     return "none makes a call of so many elements; the audit does" if r.layout.startswith(OVER_INT32) else ""
@@ -63,7 +63,7 @@ def two_calls(s: OpUnderTest, r: Row) -> Calls:
         used = f"again(op, {r.detail.partition(';')[0]!r}, {layout}, once="  # the axis stands first
         return Calls([], f"flat({used}True))", f"flat({used}False))")
     if r.against == NO_GRAD_NEEDED:
-        return Calls(step, "flat(step.without_gradients())", f"flat(trained_outputs(step, {layout}))")
+        return Calls(step, "flat([*step.rolled().values()])", f"flat(trained_outputs(step, {layout}))")
     if r.relation == INVARIANCE or r.relation == DETERMINISM and r.detail.startswith("backward"):
         main_grad = ", main_grad=False" * r.tensor.endswith(LEFT)
         key = r.tensor.removeprefix("d").removesuffix(LEFT)

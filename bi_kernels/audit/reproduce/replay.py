@@ -6,13 +6,10 @@ from functools import partial
 import torch
 
 import bi_kernels.checks  # noqa: F401  (mends Triton's interpreter before a candidate defines a kernel)
-from bi_kernels.audit.checks.memory import places, run_placed
-from bi_kernels.audit.checks.modes import modes
 from bi_kernels.audit.compare import Tensors
 from bi_kernels.audit.layouts import VIEWS, layouts
 from bi_kernels.audit.registry import OPS
-from bi_kernels.audit.targets.any_callable import CallableTarget
-from bi_kernels.audit.targets.op import OpUnderTest, each
+from bi_kernels.audit.targets.op import OpUnderTest
 from bi_kernels.audit.targets.op_config import OpConfig
 from bi_kernels.audit.targets.op_step import Step
 from bi_kernels.contract import DTYPES
@@ -36,16 +33,6 @@ def flat(outputs: Tensors | list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([flat(y) if isinstance(y, (tuple, list)) else y.double().flatten() for y in outputs])
 
 
-def first_rows(op: OpUnderTest, count: int, of: int, inputs: str) -> Tensors:
-    """Returns the results of the first `count` tokens in a call of the first `of`, out of as many as the audit drew."""
-    largest, nonfinite = op.largest, inputs == "nonfinite"
-    at = torch.arange(largest, device=op.problem.device)
-    tokens, shared = op.problem.inputs(inputs, largest, at >= count if nonfinite else None)
-    apart = (0, count, of) if nonfinite and op.problem.op.cache and count < of else None  # else they are a later part
-    made = op.call({k: t[:of] for k, t in tokens.items()}, shared, (of,), at[:of], apart)
-    return each(lambda y: y[:count], made)
-
-
 def in_layout(op: OpUnderTest, layout: str, inputs: str) -> Tensors:
     """Returns the results of all tokens in the calls of a layout, in logical order."""
     return op.compute(layouts(op.lengths, op.problem.seed)[layout], inputs)
@@ -56,13 +43,3 @@ def trained_outputs(step: Step, layout: str) -> list[torch.Tensor]:
     run = partial(step.gradients, view=VIEWS[layout]) if layout in VIEWS else partial(step.gradients, layout)
     run()
     return step.outputs
-
-
-def in_mode(target: CallableTarget, mode: str, samples: list[int]) -> list[torch.Tensor]:
-    """Returns the outputs of a call on samples in a mode of PyTorch, a row a sample."""
-    return [y.detach().clone() for y in target.rows(modes(target)[mode](target, samples), len(samples))]
-
-
-def placed(target: CallableTarget, layout: str) -> list[torch.Tensor]:
-    """Returns the outputs of a call on all samples, whose tensors have another memory layout."""
-    return run_placed(target, places(target)[layout])

@@ -32,9 +32,11 @@ LONGEST = 120  # seconds that a script may take
 SHOWN = re.compile(r"^(\d+) of (\d+) elements differ, by up to ([^\s,]+)", re.M)
 OTHERWISE = re.compile(r"in a fresh process (\d+) of (\d+) elements differ ")  # what it showed, not a row's numbers
 HELPERS = {  # what scripts import, and from where in the auditor
-    "reproduce.replay": "registered training_step trained_outputs first_rows in_layout flat in_mode placed",
+    "reproduce.replay": "registered training_step trained_outputs in_layout flat",
     "checks.single_call": "again",
-    "checks.memory": "run_contiguous run_on_view",
+    "checks.memory": "run_contiguous run_on_view placed",
+    "checks.modes": "in_mode",
+    "checks.forward": "first_rows",
     "layouts": "VIEWS",
     "targets.callable_step": "Step",
     "checks.requests": "one_number in_memory strided",
@@ -137,9 +139,9 @@ def text(name: str, r: Row, imports: str, calls: Calls, where: object, interpret
     return render(f"{name}: {r.tensor} differs {between}.", said, needs, blocks, interpreted)
 
 
-def fn_name(function: str, imports: str, taken: Sequence[str] = ()) -> tuple[str, str]:
+def fn_name(function: str, imports: str) -> tuple[str, str]:
     """Returns the name of a callable in a script and the lines that import it: another one where a script has that."""
-    return ("fn", f"{imports}\nfn = {function}") if function in OWN or function in taken else (function, imports)
+    return ("fn", f"{imports}\nfn = {function}") if function in OWN else (function, imports)
 
 
 def unused(parts: Sequence[str], names: set[str]) -> str:

@@ -4,17 +4,15 @@ import contextlib
 import re
 import shlex
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
-from bi_kernels.audit import executor, load
 from bi_kernels.audit.faults import UsageError
-from bi_kernels.audit.parameters import OPTIONS, accepted, choose, defaults, device_name, read
+from bi_kernels.audit.parameters import OPTIONS, accepted, choose, defaults, device_name, find_helpers, read
 from bi_kernels.audit.runs import ci, folder, runner
-from bi_kernels.audit.runs.notebooks import find_helpers
 
-OURS = "bi_kernels", ""  # what `candidate` says where nobody else's is meant
 PARTS = "op", "checks", "dtype", "groups", "callables", "first"  # parameters by which a run asks less than an audit is
+QUICK = {"checks": "quick", "dtype": "bf16", "cases": 1}  # parameters of `--quick`, and its audits
+QUICK_AUDITS = ["attention", "random", "vocabulary", "elementwise", "rms_norm", "gemm"]
 
 
 @contextlib.contextmanager
@@ -25,7 +23,7 @@ def refused(junit: Path | None = None) -> Iterator[None]:
     except (ValueError, OSError) as error:
         if junit:
             with contextlib.suppress(OSError):
-                junit.write_text(ci.refused(str(error)), encoding="utf-8")
+                ci.refused(str(error)).write(str(junit), pretty=True)
         raise UsageError(str(error)) from None
 
 
@@ -35,12 +33,13 @@ def known(names: Sequence[str], every: Sequence[str]) -> None:
             raise UsageError(f"unknown audit {name!r}, expected {', '.join(every)}")
 
 
-def checked(given, judges_one: bool = False) -> tuple[list[str], dict]:
-    """Returns the audits named (all that need no naming if none is) and their parameters. judges_one: of a single
-    audit, the process that judges it finds out whether it takes its candidate."""
-    every = runner.audits()
+def checked(given) -> tuple[list[str], dict]:
+    """Returns the audits named (all that need no naming if none is) and their parameters. Whether an audit takes its
+    candidate, the process that judges it finds out."""
+    every, quick = runner.audits(), getattr(given, "quick", False)
     known(given.names, every)
-    names = list(dict.fromkeys(given.names)) or [name for name, audit in every.items() if not audit.only_named]
+    usual = QUICK_AUDITS if quick else [name for name, audit in every.items() if not audit.only_named]
+    names = list(dict.fromkeys(given.names)) or usual
     parameters = {k: v for k in OPTIONS if (v := getattr(given, k)) is not None}
     for name, value in given.extra:
         if name not in defaults(names[0]):
@@ -48,55 +47,27 @@ def checked(given, judges_one: bool = False) -> tuple[list[str], dict]:
         if name in parameters:
             raise UsageError(f"{name} is given twice, {parameters[name]!r} and {value!r}; give it once")
         parameters[name] = int(value) if re.fullmatch(r"-?\d{1,30}", value) else value
-    for k in parameters:
-        if not any(accepted(name, {k: 0}) for name in names):
+    for k in (*parameters, *["checks"] * quick):
+        if not any(k in defaults(name) for name in names):
             raise UsageError(f"{', '.join(names)} has no parameter {k!r}")
-    for option, owner in (("nproc", "world"), ("inputs", "any")):
-        if option in parameters and names != [owner]:
-            raise UsageError(f"--{option} is of the audit {owner}, not of {', '.join(names)}")
+    parameters = (QUICK if quick else {}) | parameters
     with refused():
-        of_each = {name: read(name, accepted(name, parameters)) for name in names}
-        for told in of_each.values():
+        for name in names:
+            told = read(name, accepted(name, parameters))
             choose(told.device, getattr(told, "shapes", "tiny"))
         find_helpers()
-        if len(names) > 1 or not judges_one:
-            _importable({name: asdict(told) for name, told in of_each.items()})
     return names, parameters
 
 
-def _importable(of_each: dict[str, dict]) -> None:
-    """Raises ValueError where a candidate cannot be loaded, in a process of its own, which may crash."""
-    theirs = {k: v for k, v in of_each.items() if v.get("op") or v.get("candidate", "") not in OURS}
-    try:
-        if theirs and (why := executor.call(f"{__name__}:refusal", theirs)):
-            raise ValueError(why)
-    except executor.Died as died:
-        spec, last = next(iter(theirs.values()))["candidate"], (died.said or [""])[-1].strip()
-        why = f"ended its process with status {died.status}" + f" ({last})" * bool(last)
-        raise ValueError(f"candidate is {spec!r}, whose import {why}") from None
-
-
-def refusal(of_each: dict[str, dict]) -> str:
-    """Returns why the session of an audit refuses its parameters; '' where none does."""
-    try:
-        for name, given in of_each.items():
-            load(name, given)
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def place(name: str, told: dict, out: Path | None, publish: bool = False, quick: bool = False) -> tuple[Path, str]:
+def place(name: str, told: dict, out: Path | None, publish: bool = False) -> tuple[Path, str]:
     """Returns the folder of a run's reports, and by which parameters it is less than whole audits, '' if it is none.
     name: of its first audit; told: that audit's parameters."""
-    if publish and (out or quick):
-        raise UsageError(f"--publish is given with --{'out' if out else 'quick'}; give one of them")
-    usual, parts = defaults(name), [slug(device_name(choose(told["device"])))]
-    parts.append(told.get("shapes", "any"))
+    if publish and out:
+        raise UsageError("--publish is given with --out; give one of them")
+    narrowed = {k: str(told[k]) for k in PARTS if k in told and told[k] != defaults(name)[k]}
     candidate = told.get("candidate", "bi_kernels" if "shapes" in told else name)
-    narrowed = {k: str(told[k]) for k in PARTS if k in told and told[k] != usual[k] and not (quick and k == "dtype")}
-    parts += [] if candidate == "bi_kernels" else [re.sub(r"\W+", "-", candidate)]
-    parts += [re.sub(r"\W+", "-", v) for v in narrowed.values()]
+    parts = [slug(device_name(choose(told["device"]))), told.get("shapes", "any")]
+    parts += [re.sub(r"\W+", "-", v) for v in (*[candidate] * (candidate != "bi_kernels"), *narrowed.values())]
     out = out or Path(folder.PUBLISHED if publish else folder.ignored(), "-".join(parts))
     writable("--out", out / ".writable")
     return out, " ".join(f"{k} {shlex.quote(v)}" for k, v in narrowed.items())

@@ -3,24 +3,24 @@
 import json
 import re
 import shlex
-import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from operator import itemgetter
 from pathlib import Path
 
+from junitparser import Error, Failure, JUnitXml, Skipped, TestCase, TestSuite
+
 from bi_kernels.audit.axes import BITS
-from bi_kernels.audit.findings import LOCALISER, grouped, needs_fix
+from bi_kernels.audit.findings import LOCALISER, UNSUPPORTED, grouped, needs_fix
 from bi_kernels.audit.options import LEVELS
 from bi_kernels.audit.report import escape
-from bi_kernels.audit.report.groups import where, wrapped
+from bi_kernels.audit.report.groups import group_rows, terminal, where, wrapped
 from bi_kernels.audit.report.sentences import answer
-from bi_kernels.audit.report.sizes import number, size, steps
+from bi_kernels.audit.report.sizes import size
 
 # relations; "": it did not run to its end
 DRIFT = (*BITS, LOCALISER, "atomics-free", "")
 LAYOUTS = 6  # named in one line
-INDENT = "    "
-SHOWN = 3  # rows of evidence in one test case
+INDENT, LONGEST = "    ", 160  # characters of what comes from outside
 
 
 def fails(rows: list[dict], warnings: Sequence[str], level: str) -> bool:
@@ -49,50 +49,30 @@ def reproducer(row: dict, out: Path) -> str:
     return shlex.join([python, (out / row["audit"] / script).as_posix(), *words])
 
 
-def counted(r: dict) -> str:
-    """Says how many of a row's elements are wrong, '' where none were compared."""
-    if not r["elements"] or r["relation"] == "atomics-free":
-        return ""
-    off = "exceed the bound" if r["threshold_share"] is not None else "differ"
-    return f"{r['mismatches']:,} of {r['elements']:,} elements of {r['tensor']} {off}"
+def evidence(bad: list[dict], out: Path) -> list[str]:
+    """Returns the lines of a terminal that show rows which need a fix: what differs, where first, and by which
+    command."""
+    shown = first(bad)
+    lines = terminal(group_rows(bad), f" in {(out / shown['audit'] / 'verdicts.json').as_posix()}").splitlines()
+    index = f"first at {shown['first_index']}" if shown["first_index"] is not None else ""
+    said = "; ".join(filter(None, (index, escape.line(shown["detail"])[:LONGEST])))
+    command = ["Reproduce with", INDENT + reproducer(shown, out)] * bool(shown["repro"])
+    return [*lines, *[wrapped(said)] * bool(said), *command]
 
 
 def lines(rows: list[dict], out: Path) -> list[str]:
-    """Says of each op, shape and dtype that needs a fix what its rows show, and of each relation where it is seen
-    first, and by which command."""
+    """Says of each op, shape and dtype that needs a fix what its rows show, and by which command."""
     found = []
     whose = itemgetter("audit", "op", "case", "dtype")
     for (_, op, case, dtype), mine in grouped((r for r in rows if not r["control"]), whose).items():
         bad = needs_fix(mine)
         if not op:
             found += [wrapped(escape.line(f"needs-fix  {r['detail']}"), INDENT) for r in bad]
-            continue
-        if bad:
+        elif bad:
             named = " ".join(filter(None, (op, case, dtype)))
             found.append(wrapped(escape.line(f"needs-fix  {named}: {answer(mine)}."), INDENT))
-        for relation, wrong in grouped(bad, itemgetter("relation")).items():
-            r = first(wrong)
-            at = f" at M = {r['rows']}, {r['inputs']}" if r["rows"] else ""
-            at += f", index {r['first_index']}" if r["first_index"] is not None else ""
-            said = "; ".join(filter(None, (counted(r), r["detail"])))
-            told = f"{relation}: {where(wrong, LAYOUTS)}. First{at}: {said}"
-            found.append(INDENT + wrapped(escape.line(told), 2 * INDENT, len(INDENT)))
-            found += [2 * INDENT + reproducer(r, out)] * bool(r["repro"])
+            found += evidence(bad, out)
     return found
-
-
-def drift(r: dict) -> str:
-    """Reports one row's drift."""
-    at = f"{r['layout']} against {r['against']}" if r["against"] and "=" not in r["layout"] else r["layout"]
-    said = [f"{at}, M = {r['rows']}, {r['inputs']}"]
-    if counted(r):
-        said[0] += f": {counted(r)}"
-        labels = {"max abs": "max_abs", "max relative": "max_rel", "share of the bound": "threshold_share"}
-        said += [f"{label} {number([r], name):.3g}" for label, name in labels.items() if r[name] is not None]
-        said += [f"max ULP {steps([r])}"] * bool(steps([r]))
-    said += [f"first at index {r['first_index']}"] * (r["first_index"] is not None)
-    said += [f"first failing op {r['first_failing_op']}"] * bool(r["first_failing_op"])
-    return ", ".join(said) + (f" ({r['detail']})" if r["detail"] else "")
 
 
 def _text(text: str) -> str:
@@ -100,13 +80,33 @@ def _text(text: str) -> str:
     return re.sub(r"[^\t\n\r\x20-\uD7FF\uE000-\uFFFD\U00010000-\U0010FFFF]", "�", text)
 
 
-def _case(
-    suite: ET.Element, classname: str, name: str, outcome: str = "", message: str = "", text: str = "", kind: str = ""
-) -> None:
-    case = ET.SubElement(suite, "testcase", classname=_text(classname), name=_text(name), time="0.000")
-    if outcome:
-        found = ET.SubElement(case, outcome, message=_text(message), type=_text(kind or outcome))
+def _case(folder: str, name: str, kind: type | None, message: str, text: str = "", seconds: float = 0.0):
+    """Returns one test case. kind: what it is unless it passes."""
+    case = TestCase(_text(name), _text(folder), seconds)
+    if kind:
+        found = kind(_text(message), kind._tag)
         found.text = _text(text) or None
+        case.result = found
+    return case
+
+
+def _judged(found: tuple, mine: list[dict], out: Path) -> TestCase:
+    """Returns the test case of the rows of one op, shape, dtype and relation, or of one control."""
+    audit, op, case, dtype, relation, control = found
+    label, bad = f"{op}[{case}]" if case else op, needs_fix(mine)
+    if control:
+        title, missed = (
+            f"{control} ({label} {dtype}, {relation})",
+            "a control was missed: the audit cannot see this fault",
+        )
+        return _case(f"{audit}.controls", title, Failure if bad else None, missed)
+    refused, kind, message, text = [r["detail"] for r in mine if r["verdict"] == UNSUPPORTED], None, "", ""
+    if bad:
+        kind, far = Failure, f"{len(bad)} of {len(mine)} checks need a fix, at most {size(bad)}"
+        message, text = f"{answer(mine)}; {far}: {where(bad, LAYOUTS)}", "\n".join(evidence(bad, out))
+    elif refused:
+        kind, message = Skipped, refused[0]
+    return _case(f"{audit}.{label}", f"{relation} {dtype}".strip(), kind, message, text)
 
 
 def junit(
@@ -116,62 +116,44 @@ def junit(
     names: Sequence[str],
     digests: Sequence[str] | None = None,
     level: str = "needs-fix",
-) -> str:
+) -> JUnitXml:
     """Returns JUnit XML: a suite an audit, a case an op × shape × dtype × relation, and one a control.
 
     A case that needs a fix is a failure with the drift report of its first rows, an unsupported one is skipped, and an
     audit that did not run to its end is an error. digests: their warnings, a suite of their own; a warning is skipped,
     or a failure where `level` says so.
     """
-    root = ET.Element("testsuites", name="bi-audit")
+    suites = []
     for name in names:
-        suite = ET.SubElement(root, "testsuite", name=name, time=f"{seconds.get(name, 0):.3f}")
+        suites.append(suite := TestSuite(name))
         made = out / name / "provenance.json"
         if name in seconds and made.exists():
-            properties = ET.SubElement(suite, "properties")
             for k, v in json.loads(made.read_text(encoding="utf-8")).items():
-                ET.SubElement(properties, "property", name=k, value=_text(v))
+                suite.add_property(k, _text(v))
         own = [r for r in rows if r["audit"] == name]
         end = next((r["detail"] for r in own if not r["relation"]), None)
-        _case(suite, name, "runs to its end", "" if end is None else "error", end or "")
-        judged = [r for r in own if r["relation"]]
-        for (_, op, case, dtype, relation, control), mine in cases(judged).items():
-            label, bad = f"{op}[{case}]" if case else op, needs_fix(mine)
-            folder, title = f"{name}.{label}", f"{relation} {dtype}".strip()
-            refused = [r["detail"] for r in mine if r["verdict"] == "unsupported"]
-            outcome, message, text = "failure" if bad else "", "", ""
-            if control:
-                folder, title = f"{name}.controls", f"{control} ({label} {dtype}, {relation})"
-                message, text = "a control was missed: the audit cannot see this fault", "\n".join(map(drift, bad))
-            elif bad:
-                far = f"{len(bad)} of {len(mine)} checks need a fix, at most {size(bad)}"
-                message = f"{answer(mine)}; {far}: {where(bad, LAYOUTS)}"
-                shown = first(bad)
-                chosen = [shown, *[r for r in bad if r is not shown][: SHOWN - 1]]
-                more = [f"{len(bad) - SHOWN} more in {(out / name / 'verdicts.json').as_posix()}"] * (len(bad) > SHOWN)
-                text = "\n".join([*map(drift, chosen), *more, "Reproduce with", "    " + reproducer(shown, out)])
-            elif refused:
-                outcome, message = "skipped", refused[0]
-            _case(suite, folder, title, outcome, message, text, relation)
+        suite.append(
+            _case(name, "runs to its end", None if end is None else Error, end or "", "", seconds.get(name, 0))
+        )
+        suite.extend(_judged(*found, out) for found in cases(r for r in own if r["relation"]).items())
     if digests is not None:
-        suite = ET.SubElement(root, "testsuite", name="digests", time="0.000")
-        for warning in digests:
-            _case(suite, "digests", warning.split(":")[0], "failure" if level == "warning" else "skipped", warning)
+        suites.append(suite := TestSuite("digests"))
+        kind = Failure if level == "warning" else Skipped
+        suite.extend(_case("digests", warning.split(":")[0], kind, warning) for warning in digests)
         if not digests:
-            _case(suite, "digests", "the bits are those recorded")
-    for attribute, outcome in (("tests", ""), ("failures", "/failure"), ("errors", "/error"), ("skipped", "/skipped")):
-        for suite in root:
-            suite.set(attribute, str(len(suite.findall(f"testcase{outcome}"))))
-        if attribute != "skipped":
-            root.set(attribute, str(len(root.findall(f"testsuite/testcase{outcome}"))))
-    root.set("time", f"{sum(seconds.values()):.3f}")
-    ET.indent(root)
-    return '<?xml version="1.0" encoding="utf-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
+            suite.append(_case("digests", "the bits are those recorded", None, ""))
+    return _whole(suites)
 
 
-def refused(why: str) -> str:
+def refused(why: str) -> JUnitXml:
     """Returns JUnit XML of a command that was refused, as one error."""
-    root = ET.Element("testsuites", name="bi-audit", tests="1", errors="1", failures="0")
-    suite = ET.SubElement(root, "testsuite", name="bi-audit", tests="1", errors="1", failures="0")
-    _case(suite, "bi-audit", "the command is right", "error", why)
-    return '<?xml version="1.0" encoding="utf-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
+    suite = TestSuite("bi-audit")
+    suite.append(_case("bi-audit", "the command is right", Error, why))
+    return _whole([suite])
+
+
+def _whole(suites: Sequence[TestSuite]) -> JUnitXml:
+    whole = JUnitXml("bi-audit")
+    whole.extend(suites)
+    whole.update_statistics()
+    return whole

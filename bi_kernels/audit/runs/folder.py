@@ -6,7 +6,6 @@ an unfinished one had recorded stays beside it, hidden.
 
 import contextlib
 import fcntl
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -14,16 +13,13 @@ import platform
 import shutil
 import tempfile
 from collections.abc import Iterator
-from importlib.machinery import PathFinder
 from pathlib import Path
 
-from bi_kernels.audit.findings import TITLE, checked_rows, read_rows, write_rows
+from bi_kernels.audit import kernels
+from bi_kernels.audit.findings import NEEDS_FIX, TITLE, Row, checked_rows, read_rows, write_rows
 
 RUNS, PUBLISHED = "runs", "audits"  # where documents are written unless told, and where they are committed
-FINISHED = ".finished"  # in a document: what it was made of, and how long that took
 ROOM = 2**20  # bytes that a document may take
-PACKAGE = Path(__file__).parents[2]
-SOURCES = ".py", ".toml", ".json"
 
 
 def ignored() -> Path:
@@ -87,10 +83,8 @@ def clear(out: Path) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def place(built: Path, folder: Path, made_of: str, seconds: float) -> None:
-    """Moves a document that was built into its place. made_of: its fingerprint, '' where it did not run to its end."""
-    if made_of:
-        (built / FINISHED).write_text(json.dumps({"made_of": made_of, "seconds": seconds}), encoding="utf-8")
+def place(built: Path, folder: Path) -> None:
+    """Moves a report that was built into its place."""
     old = folder.with_name(f".{folder.name}.old")
     shutil.rmtree(old, ignore_errors=True)
     if folder.exists():
@@ -120,34 +114,20 @@ def collect(out: Path) -> list[dict]:
     return rows
 
 
-def fingerprint(notebook: Path, parameters: dict) -> str:
-    """Returns a digest of what a document is made of: this package and a checkout's benchmarks, its notebook and the
-    helpers next to it, the parameters, the candidate's own file, and the versions of torch, Triton and Python."""
-    seen = hashlib.sha256(repr(sorted(parameters.items())).encode())
-    seen.update(repr([platform.python_version(), *map(importlib.metadata.version, ("torch", "triton"))]).encode())
-    every = [*PACKAGE.rglob("*"), *(PACKAGE.parent / "benchmarks").rglob("*")]
-    files = [path for path in sorted(every) if path.suffix in SOURCES]
-    files += sorted(notebook.parent.glob("helpers/**/*.py"))
-    for path in [*files, notebook, *filter(None, map(_file, (parameters.get(k) for k in ("candidate", "inputs"))))]:
-        seen.update(path.name.encode() + path.read_bytes())
-    return seen.hexdigest()
-
-
-def _file(spec: str | None) -> Path | None:
-    """Returns the file that a candidate is in, None where it is not found; imports nothing."""
-    place = str(spec or "").rpartition(":")[0]
-    if Path(place).is_file():
-        return Path(place)
-    found, within = None, None
-    for i in range(1, len(parts := place.split(".")) + 1):
-        found = PathFinder.find_spec(".".join(parts[:i]), within)
-        within = found and found.submodule_search_locations
-    return Path(found.origin) if found and found.has_location else None
-
-
-def finished(folder: Path) -> dict:
-    """Returns {made_of, seconds} of a document that ran to its end on this machine, {} of any other."""
+def stands(folder: Path, parameters: dict) -> bool:
+    """Tells whether a report was made by these kernels, parameters and versions, and ran to its end. Of another
+    candidate than this package none stands: its sources are not known."""
     try:
-        return json.loads((folder / FINISHED).read_text(encoding="utf-8"))
+        made = json.loads((folder / "provenance.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return {}
+        return False
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "triton")}
+    now = {"kernels": kernels.digest(), "parameters": ", ".join(f"{k}={v}" for k, v in parameters.items())}
+    now |= {"torch": versions["torch"], "Triton": versions["triton"], "Python": platform.python_version()}
+    ours = parameters.get("candidate", "bi_kernels") == "bi_kernels"
+    return ours and now.items() <= made.items() and all(row["op"] for row in read_rows(folder))
+
+
+def stopped(audit: str, why: str, candidate: str = "") -> dict:
+    """Returns the row of an audit that did not run to its end; it names neither an op nor a relation."""
+    return Row(audit, "", "", candidate, "", "", "", "", "", "", 0, NEEDS_FIX, detail=why).json()

@@ -4,48 +4,44 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from bi_kernels.audit.findings import grouped, needs_fix
+from bi_kernels.audit.findings import grouped, needs_fix, verdict_of
 from bi_kernels.audit.index.matrix import matrix
+from bi_kernels.audit.index.report import counted
 from bi_kernels.audit.report import escape
-from bi_kernels.audit.report.groups import where
+from bi_kernels.audit.report.groups import differ, where
 from bi_kernels.audit.report.markdown import MARK, table
 from bi_kernels.audit.report.sentences import answer, headline
 from bi_kernels.audit.report.sizes import size
-from bi_kernels.audit.runs.ci import LAYOUTS, cases, counted, fails, first, reproducer
+from bi_kernels.audit.runs import ci
 
 LISTED, ANSWERS = 40, 8  # lines of a table, and sentences; GitHub cuts a summary off at 1 MiB
 
 
 def summary(rows: list[dict], out: Path, file: Path, names: Sequence[str], warnings: Sequence[str], level: str) -> str:
-    """Returns verdict, a sentence an op that needs a fix, status matrix, what needs a fix, and links to the documents;
+    """Returns verdict, a sentence an op that needs a fix, status matrix, what needs a fix, and links to the reports;
     `file`: where it will stand."""
-    mine, controls = [r for r in rows if not r["control"]], [r for r in rows if r["control"]]
-    bad = needs_fix(rows)
-    verdict = "needs-fix" if bad else "unsupported" if {r["verdict"] for r in mine} == {"unsupported"} else "pass"
-    distinct = lambda name: list(dict.fromkeys(r[name] for r in mine if r[name]))
-    devices, specs = distinct("device"), distinct("candidate")
-    note = "; no statement about a GPU" if "interpreter" in devices else ""
+    mine, bad = [r for r in rows if not r["control"]], needs_fix(rows)
+    word = "needs-fix" if bad else verdict_of(rows)
+    distinct = lambda name: ", ".join(dict.fromkeys(r[name] for r in mine if r[name]))
+    note = "; no statement about a GPU" if "interpreter" in distinct("device") else ""
+    fails = "fails" if ci.fails(rows, warnings, level) else "does not fail"
     parts = [
-        f"## {MARK[verdict]} bi-audit: {verdict}",
+        f"## {MARK[word]} bi-audit: {word}",
         _answers(mine),
-        f"{escape.code(', '.join(specs))} on {', '.join(devices) or 'no device'}{note}. {len(mine):,} checks, "
-        f"{len(needs_fix(mine)):,} need a fix; controls caught: {sum(bool(r['caught']) for r in controls)} of "
-        f"{len(controls)}{f'; warnings: {len(warnings)}' if warnings else ''}. "
-        f"The run {'fails' if fails(rows, warnings, level) else 'does not fail'} at `--fail-on {level}`.",
-        matrix(mine).rstrip() if any(r["op"] for r in mine) else "",
+        f"{escape.code(distinct('candidate'))} on {distinct('device') or 'no device'}{note}. {counted(rows)}; "
+        f"warnings: {len(warnings)}. The run {fails} at `--fail-on {level}`.",
+        matrix(mine),
     ]
     listed = []
-    for (audit, op, case, dtype, relation, control), found in cases(bad).items():
-        row = first(found)
-        command = reproducer(row, out)
+    for (audit, op, case, dtype, relation, control), found in ci.cases(bad).items():
+        row = ci.first(found)
+        command = ci.reproducer(row, out)
         line = {
-            "audit": audit,
-            "op": escape.text(f"{op} {case}") or "–",
-            "dtype": dtype or "–",
+            "op": escape.text(" ".join(filter(None, (op, case, dtype)))) or audit,
             "relation": relation or "did not run to its end",
-            "where": escape.text(f"control missed: {control}" if control else where(found, LAYOUTS)) or "–",
+            "where": escape.text(f"control missed: {control}" if control else where(found, ci.LAYOUTS)) or "–",
             "at most": size(found),
-            "elements, first": escape.text(counted(row) or row["detail"]),
+            "differ": escape.text(differ(found) or row["detail"]),
             "reproduce": escape.code(command) if command else "–",
         }
         listed.append(line)
@@ -54,7 +50,7 @@ def summary(rows: list[dict], out: Path, file: Path, names: Sequence[str], warni
         parts.append("### What needs a fix\n\n" + table(listed[:LISTED]) + more)
     if warnings:
         parts.append("### Warnings\n\n" + "\n".join(f"- ⚠️ {escape.text(w)}" for w in warnings[:LISTED]))
-    parts.append("### Documents\n\n" + _links(out, file, names))
+    parts.append("### Reports\n\n" + _links(out, file, names))
     return "\n\n".join(filter(None, parts)) + "\n\n"
 
 
@@ -62,19 +58,17 @@ def _answers(rows: list[dict]) -> str:
     """Returns what the rows of each op that needs a fix show, of a few; of a run that passes, what was asked."""
     ops = grouped((r for r in rows if r["op"]), lambda r: (r["op"], r["case"], r["dtype"]))
     bad = {op: mine for op, mine in ops.items() if needs_fix(mine)}
-    said = [
-        f"- {escape.text(' '.join(filter(None, op)))}: {escape.text(answer(bad[op]))}" for op in list(bad)[:ANSWERS]
-    ]
+    said = [f"- {escape.text(' '.join(filter(None, op)))}: {escape.text(answer(bad[op]))}" for op in [*bad][:ANSWERS]]
     said += [f"- and {len(bad) - ANSWERS} more"] * (len(bad) > ANSWERS)
     return "\n".join(said) or (f"{escape.text(headline(rows))}." if ops and not needs_fix(rows) else "")
 
 
 def _links(out: Path, file: Path, names: Sequence[str]) -> str:
-    """Returns links to the documents; a job's summary on GitHub has no files beside it, but the run's artifacts."""
+    """Returns links to the reports; a job's summary on GitHub has no files beside it, but the run's artifacts."""
     server, repository, number = (os.environ.get(f"GITHUB_{k}") for k in ("SERVER_URL", "REPOSITORY", "RUN_ID"))
-    documents = [d for d in (out / name / "README.md" for name in names) if d.exists()]
+    found = [d for d in (out / name / "README.md" for name in names) if d.exists()]
     if server and repository and number:
-        listed = ", ".join(escape.code(d.as_posix()) for d in documents)
+        listed = ", ".join(escape.code(d.as_posix()) for d in found)
         return f"In the [artifacts of this run]({server}/{repository}/actions/runs/{number}#artifacts): {listed}"
     relative = lambda d: Path(os.path.relpath(d, file.parent)).as_posix()
-    return "\n".join(f"- {escape.link(d.parent.name, relative(d))}" for d in (*documents, out / "README.md"))
+    return "\n".join(f"- {escape.link(d.parent.name, relative(d))}" for d in (*found, out / "README.md"))

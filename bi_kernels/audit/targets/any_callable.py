@@ -21,11 +21,13 @@ from bi_kernels.audit.parameters import device_name
 from bi_kernels.audit.reproduce.samples import in_order, take
 from bi_kernels.audit.step import NoBackward, Results
 from bi_kernels.audit.targets.base import Target
+from bi_kernels.audit.targets.candidates import signature_of
 from bi_kernels.audit.targets.fresh_memory import poisoned_memory
 from bi_kernels.contract import CONTRACT, dtype_name
 from bi_kernels.tokens import TokenLayout
 
 WHOLE = "the whole batch"  # what parts of it are compared with
+REFUSALS = RuntimeError, TypeError, ValueError, AssertionError  # of what a callable does not take, in its own words
 SAMPLE = "sample"  # what fills a place without a sample: the first one
 Layout = list[list[int]]  # calls; a call is sample numbers, −1 for one that is filled
 
@@ -117,6 +119,7 @@ class CallableTarget(Target):
         self.refused: dict[str, str] = {}  # kinds that it does not take, and what it said
         self.votes: dict = {}  # what other calls made of a sample in which two calls differ
         self.launches: bool | None = None  # a Triton kernel, where it is known
+        self.step = None  # the training step of the whole batch, where there is a backward
         self.trained: dict[str, torch.Tensor] = {}  # the gradients of the whole batch, where there is a backward
         self.batched: frozenset[str] = frozenset()
         self.dims: list[int | None] = []
@@ -247,6 +250,12 @@ class CallableTarget(Target):
         with torch.no_grad(), self.layout(samples):
             return self.results(self.take(samples, filler, kind))
 
+    def called(self, changed: dict) -> list[torch.Tensor]:
+        """Returns the judged outputs of a call on the whole batch, a row a sample; changed: arguments in place of its
+        own."""
+        with torch.no_grad(), self.layout(self.every):
+            return self.rows(self.results(self.take(self.every) | changed), self.count)
+
     def compute(self, layout: Layout, filler: str = "stale", kind: str = "given") -> list[torch.Tensor]:
         """Returns what each judged output holds of the samples of a layout, in their order."""
         rows = lambda call: self.rows(self.call(call, filler, kind), len(call))
@@ -257,36 +266,35 @@ class CallableTarget(Target):
         """Returns what each judged output holds of the whole batch in one call."""
         return self.compute([self.every], kind=kind)
 
-    def compared(
-        self, relation: str, layout: str, found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], **said
-    ) -> list[Row]:
-        """Compares outputs one by one; a dtype that is another one there is said."""
+    def compared(self, relation: str, layout: str, found: Sequence, wanted: Sequence, **said) -> list[Row]:
+        """Compares outputs one by one."""
+        named = (dict(zip(self.output_names(), outputs)) for outputs in (found, wanted))
+        return self.differences(relation, layout, *named, **said)
 
-        def row(name: str, a: torch.Tensor, b: torch.Tensor) -> Row:
-            if a.dtype == b.dtype:
+    def differences(self, relation: str, layout: str, found: Results, wanted: Results, **said) -> list[Row]:
+        """Compares tensors name by name; one that is missing, or of another dtype, needs a fix."""
+
+        def row(name: str, b: torch.Tensor) -> Row:
+            a, why = found.get(name), "backward left no gradient"
+            if a is not None and a.dtype == b.dtype:
                 return self.row(relation, layout, compare(a, b), tensor=name, **said)
-            follows = f"the dtype follows the call: {dtype_name(a.dtype)} here, {dtype_name(b.dtype)} there"
-            return self.row(relation, layout, tensor=name, **said | {"detail": follows})
+            if a is not None:
+                why = f"the dtype follows the call: {dtype_name(a.dtype)} here, {dtype_name(b.dtype)} there"
+            return self.row(relation, layout, tensor=name, **said | {"detail": why})
 
-        return [row(*three) for three in zip(self.output_names(), found, wanted)]
+        return [row(*pair) for pair in wanted.items()]
 
     def gradient_rows(self, layout: str, asked: Callable[[], tuple[Results, Results]], **said) -> list[Row]:
-        """Compares the gradients of a variant of the whole batch, name by name; one that is missing needs a fix. Where
-        the callable refuses it, and says so, the row says what it said; where nothing has a gradient there are none."""
+        """Compares the gradients of a variant of the whole batch, name by name. Where the callable refuses it, and says
+        so, the row says what it said; where nothing has a gradient there are none."""
         try:
             found, wanted = asked()
         except NoBackward:
             return []
-        except (RuntimeError, TypeError, ValueError, NotImplementedError) as error:
+        except (RuntimeError, TypeError, ValueError) as error:
             return [self.row(INVARIANCE, layout, verdict=UNSUPPORTED, rows=self.count, detail=sentence(error))]
-        missing, outputs = {"detail": "backward left no gradient"}, self.output_names()
-        return [
-            self.row(INVARIANCE, layout, compare(found[k], v), tensor=k, **said)
-            if k in found
-            else self.row(INVARIANCE, layout, tensor=k, **said | missing)
-            for k, v in wanted.items()
-            if k not in outputs
-        ]
+        gradients = {k: v for k, v in wanted.items() if k not in self.output_names()}
+        return self.differences(INVARIANCE, layout, found, gradients, **said)
 
     def row(self, relation: str, layout: str, drift: Drift | None = None, **said) -> Row:
         own = {"against": WHOLE, "inputs": "given"}
@@ -304,13 +312,10 @@ def filling(filler: str, dtype: torch.dtype) -> float | None:
 
 def _names(function: Callable, count: int) -> list[str]:
     """Returns the parameters' names in order, or input0, input1 … where the callable does not say."""
-    with contextlib.suppress(TypeError, ValueError):
-        subject = function.forward if isinstance(function, torch.nn.Module) else function
-        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        named = [p.name for p in inspect.signature(subject).parameters.values() if p.kind in kinds]
-        if len(named) >= count:
-            return named[:count]
-    return [f"input{i}" for i in range(count)]
+    signature = signature_of(function)
+    parameters = signature.parameters.values() if signature else ()
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return named[:count] if len(named) >= count else [f"input{i}" for i in range(count)]
 
 
 def _dimension(whole: torch.Tensor, part: torch.Tensor, count: int, half: int) -> int | None:

@@ -1,7 +1,9 @@
-"""What every target has: rows that say whose they are, and attempts that become rows."""
+"""What every target has: rows that say whose they are, attempts that become rows, and errors as a share of a bound."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
+
+import torch
 
 from bi_kernels.audit import faults
 from bi_kernels.audit.axes import axes_of, side_of
@@ -10,6 +12,7 @@ from bi_kernels.audit.findings import NEEDS_FIX, NOT_RUN, PASS, Row, sentence
 from bi_kernels.audit.memory import give_back, patiently
 
 T = TypeVar("T")
+PIECE = 2**25  # elements whose errors are computed at a time: a quarter of a gigabyte in fp64
 
 
 class Target:
@@ -93,3 +96,37 @@ class Target:
 
         raised = self.attempt(relation, layout, making, refusal, **said)
         return (made[-1], []) if made else (None, raised)
+
+    def against_bound(
+        self, relation: str, y: torch.Tensor, exact: torch.Tensor, limit: torch.Tensor, dtype: torch.dtype, **said
+    ) -> Row:
+        """Returns the row that says how much of the bound `limit` the error of y takes against fp64; elements above it
+        are its mismatches."""
+        said = {"against": "fp64", "detail": ""} | said
+        if y.dtype != dtype or y.shape != exact.shape:
+            said["detail"] = f"returned {y.dtype} {tuple(y.shape)}, expected {dtype} {tuple(exact.shape)}"
+            return self.row(relation, "rows", Drift(exact.numel(), exact.numel(), float("inf")), **said)
+        parts = (t.reshape(-1).split(PIECE) for t in (y, exact, limit))
+        wrongs, firsts, shares, gaps, relatives = zip(*map(_error, *parts))
+        at = next((i * PIECE + first for i, first in enumerate(firsts) if first is not None), None)
+        if at is not None:
+            at = tuple(map(int, torch.unravel_index(torch.tensor(at), y.shape)))
+            values = float(y[at]), float(exact[at]), float(limit[at])
+            said["detail"] += "; first {:.9g}, exactly {:.9g}, allowed ± {:.3g}".format(*values)
+        drift = Drift(sum(wrongs), y.numel(), max(gaps), max(relatives), first_index=at)
+        worst = "inf" if max(shares) == float("inf") else max(shares)
+        return self.row(relation, "rows", drift, max_ulp=None, threshold_share=worst, **said)
+
+
+def _error(y: torch.Tensor, exact: torch.Tensor, limit: torch.Tensor) -> tuple:
+    """(elements above the limit, the first of them, the largest share of it, largest error, largest relative one)."""
+    gap = (y.double() - exact).abs()
+    # NaN answers NaN, Inf answers Inf, and so it may where the bound reaches beyond the dtype's range
+    infinite = (exact.abs() + limit >= torch.finfo(y.dtype).max) & (y.double() == exact.sign() * torch.inf)
+    right = torch.where(exact.isnan(), y.isnan(), infinite)
+    finite = exact.isfinite() & y.isfinite()
+    share = torch.where(right, 0.0, torch.where(finite, gap / limit, torch.inf))
+    relative = gap / exact.abs().clamp(min=torch.finfo(torch.float64).tiny)
+    wrong, most = ~(share <= 1), lambda t: float(t.max()) if t.numel() else 0.0
+    first = int(wrong.nonzero()[0]) if wrong.any() else None
+    return int(wrong.sum()), first, most(share), most(gap[finite]), most(relative[finite])

@@ -1,6 +1,6 @@
 """A training step of any callable: a real backward() over the calls of a layout, or over the whole batch."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -10,7 +10,7 @@ from bi_kernels.audit import step
 from bi_kernels.audit.compare import compare
 from bi_kernels.audit.inputs import cancel, generator, powers
 from bi_kernels.audit.reproduce.samples import in_order
-from bi_kernels.audit.step import Context, NoBackward, Results
+from bi_kernels.audit.step import PLAIN, Context, NoBackward, Results
 from bi_kernels.audit.targets.any_callable import CallableTarget, Layout, by_sample, tensors
 
 
@@ -33,7 +33,6 @@ class Step(step.Step):
         super().__init__()
         self.t, self.kind = t, kind
         self.trained: list[int] = []  # numbers of the outputs that have a gradient
-        self.folded_names: set[str] = set()  # gradients that the last backward left in main_grad
 
     @property
     def floating(self) -> list[str]:
@@ -50,9 +49,14 @@ class Step(step.Step):
     def others(self) -> dict[str, Tensor]:
         return self.t.take(self.t.every[::-1], kind=self.kind)
 
-    def outputs_of(self, given: dict, function: Callable | None = None, call: Sequence[int] = ()) -> Sequence[Tensor]:
-        """Calls the callable on samples, all of them unless given; returns what has a gradient, else all that is
-        judged. What it works on in place is a copy."""
+    def taken(self, inputs: dict, call: Sequence[int] | None, how: Context) -> dict:
+        if call is None:
+            return inputs
+        return self.t.take(call, how.filler, self.kind) | {k: inputs[k] for k in self.parameters}
+
+    def outputs_of(self, given: dict, call: Sequence[int] | None = None, how: Context = PLAIN) -> Sequence[Tensor]:
+        """Calls the callable on samples; returns what has a gradient, else all that is judged. What it works on in
+        place is a copy."""
         t = self.t
         own = {k: given[k].clone() for k in self.floating if k in t.batched and given[k].requires_grad}
         with t.layout(call or t.every):
@@ -67,17 +71,17 @@ class Step(step.Step):
             raise NoBackward("no output requires a gradient")
         return [found[i] for i in self.trained]
 
-    def named(self, outputs: Sequence[Tensor]) -> Results:
-        numbers = self.trained if len(outputs) == len(self.trained) else self.t.judged
-        rows = (by_sample(y, self.t.dims[i], self.t.count) for i, y in zip(numbers, outputs))
+    def named(self, outputs: Sequence[Tensor], call: Sequence[int] | None = None) -> Results:
+        numbers, count = self.trained if len(outputs) == len(self.trained) else self.t.judged, len(call or self.t.every)
+        rows = (by_sample(y, self.t.dims[i], count) for i, y in zip(numbers, outputs))
         return {self.t.output_name(i): y.detach() for i, y in zip(numbers, rows)}
 
-    def draw(self, outputs: Sequence[Tensor], count: int = 0) -> None:
+    def draw(self, outputs: Sequence[Tensor], call: Sequence[int] | None = None) -> None:
         """Draws an upstream gradient for every sample, its exponents spread over the samples; or, of cancelling inputs,
-        one that cancels over features and over samples. The outputs are of `count` samples, all unless given."""
+        one that cancels over features and over samples."""
         t, drawn = self.t, []
         for number, (y, i) in enumerate(zip(outputs, self.trained)) if not self.dy else ():
-            shape = by_sample(y, t.dims[i], count or t.count).shape[1:]
+            shape = by_sample(y, t.dims[i], len(call or t.every)).shape[1:]
             g = generator(y.device, t.seed, "upstream", number)
             dy = torch.randn(t.count, *shape, generator=g, device=y.device)
             if self.kind == "cancelling":
@@ -90,9 +94,8 @@ class Step(step.Step):
             drawn.append(dy.to(y.dtype))
         self.dy = self.dy or drawn
 
-    def laid_out(self, call: Sequence[int]) -> list[Tensor]:
-        """Returns the upstream gradients of a call's samples, as its outputs lie; places without a sample have none."""
-        index, given = torch.tensor(call, device=self.t.device), []
+    def upstream(self, call: Sequence[int] | None = None) -> list[Tensor]:
+        index, given = torch.tensor(call or self.t.every, device=self.t.device), []
         for i, dy in zip(self.trained, self.dy):
             own = dy[index.clamp(min=0)]
             own[index < 0] = 0
@@ -100,15 +103,16 @@ class Step(step.Step):
             given.append(own.movedim(0, d).flatten(d, d + 1))
         return given
 
-    def upstream(self) -> list[Tensor]:
-        return self.laid_out(self.t.every)
+    def in_order(self, calls: Layout, parts: Sequence[Tensor | None], name: str = "") -> Tensor | None:
+        found = [y.movedim(self.t.batch, 0) if name else y for y in parts if y is not None]
+        return in_order(calls, found) if found else None
 
     @contextmanager
     def module_parameters(self, how: Context) -> Iterator[dict[str, Tensor]]:
         module = self.t.module
         named = dict(module.named_parameters()) if module else {}
         frozen = [p for k, p in named.items() if p.requires_grad and not how.wants(k)]
-        with gradients_kept(module):
+        with gradients_kept(module), torch.enable_grad():
             try:
                 for p in frozen:
                     p.requires_grad_(False)
@@ -117,15 +121,14 @@ class Step(step.Step):
                 for p in frozen:
                     p.requires_grad_()
 
-    def made(self, given: dict | None = None, main_grad: bool = True, **how) -> Results:
-        """Returns the outputs and gradients of the whole batch, a row a sample; without those that are not there."""
-        with torch.enable_grad():
-            found = super().made(given, main_grad=main_grad, **how)
-        t, outputs = self.t, {self.t.output_name(i) for i in self.t.judged}
-        rows = lambda k, g: g.movedim(t.batch, 0) if k[1:] in t.batched else g
+    def made(self, given: dict | None = None, calls: Layout | None = None, main_grad: bool = True, **how) -> Results:
+        """Returns the gradients over the calls of a layout, a row a sample, of the whole batch with the outputs;
+        without those that are not there."""
+        found, t = super().made(given, calls, main_grad=main_grad, **how), self.t
+        outputs = {t.output_name(i) for i in t.judged}
+        rows = lambda k, g: g.movedim(t.batch, 0) if k[1:] in t.batched and not calls else g
         nothing = lambda k, g: g is None or k[1:] not in t.batched and k[1:] not in self.in_grad and not g.any()
         gradients = {k: rows(k, g).clone() for k, g in found.items() if k not in outputs and not nothing(k, g)}
-        self.folded_names = {k for k in gradients if k[1:] not in t.batched and k[1:] not in self.in_grad}
         return {k: y for k, y in found.items() if k in outputs} | gradients
 
     def gradients(self, layout: Layout | None = None, filler: str = "stale", **how) -> dict[str, Tensor]:
@@ -133,28 +136,5 @@ class Step(step.Step):
 
         Batched inputs have a row a sample, shared ones and a module's parameters one for all calls; without those that
         are not there."""
-        t = self.t
-        if layout is None:
-            outputs = {t.output_name(i) for i in t.judged}
-            return {k: g for k, g in self.made(**how).items() if k not in outputs}
-        given, context = t.given(self.kind), Context(**{"main_grad": True} | how)
-        shared = {k: given[k].detach().clone().requires_grad_() for k in self.parameters}
-        parts: dict[str, list[Tensor]] = {k: [] for k in self.floating if k in t.batched}
-        with self.module_parameters(context) as module:
-            trained = shared | module
-            step.prepare(trained.values(), context.main_grad)
-            for call in layout:
-                arguments = t.take(call, filler, self.kind) | shared
-                leaves = {k: arguments[k].requires_grad_() for k in parts}
-                with torch.enable_grad():
-                    outputs = self.outputs_of(arguments, None, call)
-                self.draw(outputs, len(call))
-                self.backward(outputs, self.laid_out(call), (), context)
-                for k, leaf in leaves.items():
-                    if leaf.grad is not None:
-                        parts[k].append(leaf.grad.movedim(t.batch, 0))
-            found = {f"d{k}": in_order(layout, part) for k, part in parts.items() if part}
-            for k, p in trained.items():
-                if p.grad is not None or context.main_grad and p.main_grad.any():
-                    found[f"d{k}"] = step.left(p).clone()
-        return found
+        outputs = {self.t.output_name(i) for i in self.t.judged}
+        return {k: g for k, g in self.made(None, layout, filler=filler, **how).items() if k not in outputs}

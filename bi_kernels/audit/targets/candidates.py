@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 import bi_kernels
 from bi_kernels.audit import stock
 from bi_kernels.audit.registry import OPS, Op, audited
@@ -19,6 +21,14 @@ REGISTERED = ("bi_kernels", "torch")
 class Candidate:
     spec: str
     functions: dict[str, Callable]  # by op name
+
+
+def signature_of(function: Callable) -> inspect.Signature | None:
+    """Returns the signature of a callable, or of a module's forward; None where it has none."""
+    try:
+        return inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function)
+    except (TypeError, ValueError):
+        return None
 
 
 def load(spec: str, what: str = "candidate") -> Callable:
@@ -85,9 +95,7 @@ def check_arguments(spec: str, op: Op, function: Callable) -> None:
     tensors, told = list(op.order or (*op.tokens, *op.shared)), set(op.constants)
     told |= {"table", "positions", "cu_seqlens"} if op.positions else {"cu_seqlens_q"} if op.cache else set()
     told |= {"dtype"} if op.casts else set()
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # it does not say
+    if (signature := signature_of(function)) is None:
         return
     try:
         signature.bind(*tensors, **dict.fromkeys(told))

@@ -9,12 +9,11 @@ from typing import ClassVar
 import numpy as np
 import torch
 
-from bi_kernels.audit.attention_keys import Keys, keys
 from bi_kernels.audit.axes import Side
 from bi_kernels.audit.compare import Tensors
 from bi_kernels.audit.findings import NEEDS_FIX, UNSUPPORTED
 from bi_kernels.audit.inputs import on
-from bi_kernels.audit.layouts import Call, layouts, of_each_token, spans
+from bi_kernels.audit.layouts import Call, Keys, keys, layouts, of_each_token, spans
 from bi_kernels.audit.targets.base import Target
 from bi_kernels.audit.targets.fresh_memory import of_candidate, poisoned_memory
 from bi_kernels.audit.targets.op_config import OpConfig, joined
@@ -65,10 +64,9 @@ class OpUnderTest(Target):
         """Returns the op's arguments that change no bit, those that the candidate takes."""
         if self.candidate == "bi_kernels" or not self.problem.op.free:
             return self.problem.op.free
-        parameters = inspect.signature(self.function).parameters.values()
-        names = {p.name for p in parameters}
-        every = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        return {k: values for k, values in self.problem.op.free.items() if every or k in names}
+        takes = inspect.signature(self.function).parameters
+        every = any(p.kind is p.VAR_KEYWORD for p in takes.values())
+        return {k: values for k, values in self.problem.op.free.items() if every or k in takes}
 
     def once(self, key, make: Callable):
         """Returns what `make` made for this key when it was first asked for."""

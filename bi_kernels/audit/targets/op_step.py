@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from bi_kernels.audit import step
-from bi_kernels.audit.attention_keys import keys
 from bi_kernels.audit.inputs import draw, generator, on, powers
-from bi_kernels.audit.layouts import Call, layouts, of_each_token
-from bi_kernels.audit.step import Context, Results
+from bi_kernels.audit.layouts import Call, keys, layouts, of_each_token
+from bi_kernels.audit.step import PLAIN, Context, Results
 from bi_kernels.audit.targets.fresh_memory import of_candidate, poisoned_memory
 from bi_kernels.audit.targets.op import CANCELLING, POISONED, OpUnderTest, fill, gather, places
 from bi_kernels.contract import SHAPES
@@ -81,29 +80,32 @@ class Step(step.Step):
         return [k for k, t in (self.tokens | self.shared).items() if t.is_floating_point()]
 
     @property
-    def parameters(self) -> dict[str, Tensor]:
-        return self.shared
+    def parameters(self) -> list[str]:
+        return [k for k in self.floating if k in self.shared]
 
     def inputs(self) -> dict[str, Tensor]:
         made = {k: t.clone() for k, t in (self.tokens | self.shared).items()}
-        trained = [k for k in self.shared if made[k].is_floating_point()]
-        return made | {k: torch.nn.Parameter(made[k], requires_grad=False) for k in trained}
+        return made | {k: torch.nn.Parameter(made[k], requires_grad=False) for k in self.parameters}
 
     def parts(self, given: dict) -> list[dict]:
         """Returns those of the whole call's inputs that every token has its own of, and those that are shared."""
         return [{k: given[k] for k in held} for held in (self.tokens, self.shared)]
 
-    def outputs_of(self, given: dict, function: Callable | None = None) -> Sequence[Tensor]:
-        return self.forward(self.call, *self.parts(given), function)
+    def taken(self, inputs: dict, call: Call | None, how: Context) -> dict:
+        found = lambda t: gather(t, call.index, self.nan_in_padding)
+        return inputs if call is None else inputs | {k: found(inputs[k]) for k in self.tokens}
 
-    def named(self, outputs: Sequence[Tensor]) -> Results:
+    def outputs_of(self, given: dict, call: Call | None = None, how: Context = PLAIN) -> Sequence[Tensor]:
+        tokens, shared = self.parts(given)
+        return self.forward(call or self.call, {k: how.view(t) for k, t in tokens.items()}, shared, how.function)
+
+    def named(self, outputs: Sequence[Tensor], call: Call | None = None) -> Results:
         return self.subject.named(outputs)
 
-    def draw(self, outputs: Sequence[Tensor], lead: int = 1) -> None:
-        """Draws the step's upstream gradient; lead: dimensions of the outputs that count tokens."""
+    def draw(self, outputs: Sequence[Tensor], call: Call | None = None) -> None:
         if self.dy:
             return
-        p = self.subject.problem
+        p, lead = self.subject.problem, call.index.ndim if call else 1
         g = generator(p.device, p.seed, "upstream", self.kind)
         kind, drawn = "normal" if self.kind == "nonfinite" else self.kind, []
         for y in outputs:
@@ -115,33 +117,37 @@ class Step(step.Step):
             drawn.append(dy)
         self.dy = drawn  # all of them, or none where memory is short
 
-    def gradients(
-        self,
-        calls: Sequence[Call] | str = "packed",
-        main_grad: bool = True,
-        view: Callable[[Tensor], Tensor] = lambda t: t,
-    ) -> dict[str, Tensor]:
-        """Returns {input: its gradient}, of tokens in logical order; calls: or the name of their layout; view: in which
-        the op is given its tokens and what comes upstream. Raises ValueError for a gradient that is missing, or that
-        stands in padding."""
-        shared = {k: t.detach().clone().requires_grad_(t.is_floating_point()) for k, t in self.shared.items()}
-        trained = {k: t for k, t in shared.items() if t.is_floating_point()}
-        step.prepare(trained.values(), main_grad)
-        out = {k: torch.zeros_like(t) for k, t in self.tokens.items() if t.is_floating_point()}
-        self.outputs = []
-        for call in self.layouts[calls] if isinstance(calls, str) else calls:
-            self._add(call, shared, view, out)
-        self.in_grad = {k for k, t in trained.items() if t.grad is not None}
-        out |= {k: step.left(t) for k, t in trained.items()}
+    def upstream(self, call: Call | None = None) -> list[Tensor]:
+        if call is None:
+            return [dy.clone() for dy in self.dy]
+        index = on(self.at.device, call.index)
+        own = lambda dy: dy[index.clamp(min=0)].masked_fill((index < 0).view(*index.shape, *[1] * (dy.dim() - 1)), 0)
+        return [own(dy) for dy in self.dy]
+
+    def in_order(self, calls: Sequence[Call], parts: Sequence[Tensor | None], name: str = "") -> Tensor | None:
+        if any(y is None for y in parts):
+            return None
+        found = None
+        for call, y in zip(calls, parts):
+            y = y.reshape(call.index.size, *y.shape[call.index.ndim :])
+            found = y.new_zeros(self.count, *y.shape[1:]) if found is None else found
+            to, taken = places(call, y.device)
+            fill(found, to, y, taken)
+            padding = on(y.device, call.index.reshape(-1) < 0) if name and taken is not None else None
+            if padding is not None and not self.nan_in_padding and bool((y[padding] != 0).any()):
+                raise ValueError(f"the candidate's backward left a gradient of {name} in padding, which has none")
+        return found
+
+    def gradients(self, calls: Sequence[Call] | str = "packed", main_grad: bool = True, **how) -> dict[str, Tensor]:
+        """Returns {input: its gradient}, of tokens in logical order; calls: or the name of their layout; how: see
+        Context. Raises ValueError for a gradient that is missing, or that stands in padding."""
+        calls = self.layouts[calls] if isinstance(calls, str) else calls
+        found = self.made(calls=calls, main_grad=main_grad, **how)
+        out = {k: found.pop(f"d{k}") for k in self.floating}
+        self.outputs = [*found.values()]
         if missing := [k for k, t in out.items() if t is None]:
             raise ValueError(f"the candidate's backward left no gradient for {missing[0]}")
         return out
-
-    @torch.no_grad()
-    def without_gradients(self) -> list[Tensor]:
-        """Returns the outputs of one packed call of which no gradient is wanted, as a rollout's."""
-        tokens, shared = ({k: t.clone() for k, t in given.items()} for given in (self.tokens, self.shared))
-        return [t.clone() for t in self.forward(self.call, tokens, shared)]
 
     def forward(self, call: Call, tokens: dict, shared: dict, function: Callable | None = None) -> Sequence[Tensor]:
         """Returns the outputs of one call of whole samples; function: in place of the candidate's, and as it is."""
@@ -160,33 +166,11 @@ class Step(step.Step):
         with poisoned_memory(self.subject.calls + later), of_candidate():
             yield
 
-    def grad(
-        self, outputs: Sequence[Tensor], leaves: Sequence[Tensor], dy: Sequence[Tensor]
-    ) -> Sequence[Tensor | None]:
-        """Returns the leaves' gradients, None where there is none; fresh memory is as in a call."""
+    def with_gradients(self, outputs: Sequence[Tensor], leaves: dict[str, Tensor], dy: Sequence[Tensor]) -> Results:
+        """Returns outputs by name, and the leaves' gradients; fresh memory is as in a call."""
+        used = [(y, d.reshape(y.shape)) for y, d in zip(outputs, dy) if y.requires_grad]
         with self.memory(0):
-            return torch.autograd.grad(outputs, leaves, dy, allow_unused=True)
-
-    def _add(self, call: Call, shared: dict, view: Callable, out: dict) -> None:
-        """Runs one call and its backward; its outputs, and the gradients of its tokens, go to their places."""
-        index = on(self.at.device, call.index.reshape(-1))
-        rows, padding = index.clamp(min=0), index < 0
-        to, taken = places(call, index.device)
-        tokens = {k: gather(t, call.index, self.nan_in_padding) for k, t in self.tokens.items()}
-        for k in out:
-            tokens[k].requires_grad_()
-        outputs = self.forward(call, {k: view(t) for k, t in tokens.items()}, shared)
-        made = [o.detach().reshape(call.index.size, *o.shape[call.index.ndim :]) for o in outputs]
-        self.outputs = self.outputs or [y.new_zeros(self.count, *y.shape[1:]) for y in made]
-        for into, y in zip(self.outputs, made):
-            fill(into, to, y, taken)
-        self.draw(outputs, call.index.ndim)
-        masked = lambda dy: dy[rows].masked_fill(padding.view(-1, *[1] * (dy.dim() - 1)), 0)
-        self.backward(outputs, [view(masked(dy).reshape(o.shape)) for dy, o in zip(self.dy, outputs)], (), Context())
-        for k in out:
-            if tokens[k].grad is None:
-                raise ValueError(f"the candidate's backward left no gradient for {k}")
-            grad = tokens[k].grad.reshape(call.index.size, *out[k].shape[1:])
-            fill(out[k], to, grad, taken)
-            if taken is not None and not self.nan_in_padding and bool((grad[padding] != 0).any()):
-                raise ValueError(f"the candidate's backward left a gradient of {k} in padding, which has none upstream")
+            grads = torch.autograd.grad(
+                [y for y, _ in used], [*leaves.values()], [d for _, d in used], allow_unused=True
+            )
+        return self.named(outputs) | {f"d{k}": g for k, g in zip(leaves, grads)}

@@ -15,41 +15,31 @@ from bi_kernels.integrations.transformers import apply, restore
 from bi_kernels.integrations.transformers.gradients import forget
 
 
-class _Stock(nn.Linear):
-    """A linear that `apply` does not know, and leaves to PyTorch."""
+def _halves_for_few_rows(self: nn.Linear, x: Tensor) -> Tensor:
+    """Adds two halves of K where it is given few rows."""
+    if x.numel() // x.shape[-1] > self.few:
+        return F.linear(x, self.weight)
+    (a, b), (v, w) = x.chunk(2, -1), self.weight.chunk(2, -1)
+    return F.linear(a, v) + F.linear(b, w)
 
 
-class _HalvesForFewRows(nn.Linear):
-    """A linear that adds two halves of K where it is given few rows."""
-
-    few = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        if x.numel() // x.shape[-1] > self.few:
-            return F.linear(x, self.weight)
-        (a, b), (v, w) = x.chunk(2, -1), self.weight.chunk(2, -1)
-        return F.linear(a, v) + F.linear(b, w)
-
-
-class _OtherInTraining(nn.Linear):
+def _other_in_training(self: nn.Linear, x: Tensor) -> Tensor:
     """This package's linear, but for another result where a gradient is wanted."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = bi_kernels.linear(x, self.weight)
-        return y * 1.015625 if torch.is_grad_enabled() and self.weight.requires_grad else y
+    y = bi_kernels.linear(x, self.weight)
+    return y * 1.015625 if torch.is_grad_enabled() and self.weight.requires_grad else y
 
 
 def _target(session, name: str = "llama", prepare: Callable = id, ours: bool = True, **told) -> TransformersTarget:
     return TransformersTarget(session, name, "bf16", build(session, name, "bf16", ours, prepare), ours, **told)
 
 
-def _down(kind: type[nn.Linear]) -> Callable[[object], Callable]:
-    """Returns what gives, in a session, the first layer's down projection another class before `apply` sees it."""
+def _down(forward: Callable) -> Callable[[object], Callable]:
+    """Returns what gives, in a session, the first layer's down projection a class that `apply` does not know."""
 
     def of(session) -> Callable[[nn.Module], None]:
         def prepare(model: nn.Module) -> None:
             down = model.model.layers[0].mlp.down_proj
-            down.__class__, down.few = kind, case(session)["few"]
+            down.__class__, down.few = type("OtherLinear", (nn.Linear,), {"forward": forward}), case(session)["few"]
 
         return prepare
 
@@ -113,12 +103,12 @@ def _restored_in_part(session) -> list[Row]:
     return [target.restored_row(before)]
 
 
-_HALVES, _FORGETTING = _down(_HalvesForFewRows), _in("singles", between=_forget)
+_HALVES, _FORGETTING = _down(_halves_for_few_rows), _in("singles", between=_forget)
 CONTROLS = (
     Control("a report that names one module less", Relation.CONTRACTED, _a_module_lost),
     Control("a linear that adds two halves of K for few rows", Relation.INVARIANCE, _in("singles", _HALVES)),
-    Control("a linear that apply left to PyTorch", Relation.GRADIENT, _in("singles", _down(_Stock))),
-    Control("a layer that trains otherwise", Relation.INVARIANCE, _in("permuted", _down(_OtherInTraining))),
+    Control("a linear that apply left to PyTorch", Relation.GRADIENT, _in("singles", _down(nn.Linear.forward))),
+    Control("a layer that trains otherwise", Relation.INVARIANCE, _in("permuted", _down(_other_in_training))),
     Control("folds that begin anew from .grad in every micro-batch", Relation.GRADIENT, _FORGETTING),
     Control("a layer without one of its norms", Relation.ACCURACY, _changed("llama", _without_a_norm)),
     Control("a sliding window that is not applied", Relation.ACCURACY, _changed("mistral", _without_its_window)),

@@ -1,7 +1,6 @@
 """The inputs that a command names: read, and held against what a callable takes."""
 
 import ast
-import inspect
 import math
 import re
 from collections.abc import Callable
@@ -9,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from bi_kernels import contract
-from bi_kernels.audit.targets.candidates import load
+from bi_kernels.audit.targets.candidates import load, signature_of
 
 TENSOR = re.compile(r"(?P<dtype>\w+)\[(?P<shape>[\d,\s]*)\](?:<(?P<below>\d+))?")
 FUNCTION = re.compile(r"[^\s:()]+:[A-Za-z_]\w*")  # path/to/file.py:function, or package.module:function
@@ -89,9 +88,7 @@ def bound(what: str, function: Callable, inputs: dict) -> tuple[list, dict]:
     where it does not take them.
     """
     unnamed = all(re.fullmatch(r"input\d+", k) for k in inputs)  # as of a tuple
-    try:
-        signature = inspect.signature(function.forward if isinstance(function, torch.nn.Module) else function)
-    except (TypeError, ValueError):
+    if (signature := signature_of(function)) is None:
         return list(inputs.values()), {}
     names = [k for k, p in signature.parameters.items() if p.kind not in (p.VAR_KEYWORD, p.KEYWORD_ONLY)]
     anything = any(p.kind == p.VAR_POSITIONAL for p in signature.parameters.values())

@@ -11,7 +11,7 @@ from transformers.models.mistral import modeling_mistral as mistral
 from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
-from bi_kernels.integrations.transformers import attention_modules, modules
+from bi_kernels.integrations.transformers import modules
 from bi_kernels.integrations.transformers.swap import Swapped
 
 FAMILIES = {"Qwen3": qwen3, "Qwen2": qwen2, "Llama": llama, "Mistral": mistral}
@@ -37,7 +37,7 @@ def _attention(module: nn.Module) -> Answer:
     if not 1 <= module.head_dim <= 256:
         return None, f"its heads are {module.head_dim} wide, the most are 256"
     of_mistral = isinstance(module, mistral.MistralAttention)
-    return attention_modules.MistralAttention if of_mistral else attention_modules.Attention, ""
+    return modules.MistralAttention if of_mistral else modules.Attention, ""
 
 
 def _mlp(module: nn.Module) -> Answer:

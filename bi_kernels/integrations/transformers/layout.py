@@ -14,7 +14,7 @@ from bi_kernels.checks import can_wait, integers
 from bi_kernels.integrations.transformers.gradients import Folds
 from bi_kernels.ops.attention.schedule import SCHEDULE, Sequences
 from bi_kernels.ops.rope import packed_positions
-from bi_kernels.tokens import TokenLayout
+from bi_kernels.tokens import TokenLayout, dense
 
 _current: ContextVar["Call | None"] = ContextVar("call of a model", default=None)
 
@@ -24,17 +24,11 @@ def current() -> "Call | None":
     return _current.get()
 
 
-@lru_cache(maxsize=64)
-def dense(sequences: int, length: int) -> TokenLayout:
-    """Returns the layout of rows without padding."""
-    return TokenLayout.padded([length] * sequences, length)
-
-
 @dataclass(eq=False)
 class Call(ContextDecorator):
     """The sequences of one call, in rows of `length` tokens behind `past` ones of a cache, or packed in one row.
 
-    The model enters it, and so does checkpointing wherever it computes a layer again.
+    The model enters it; call(function), as of any ContextDecorator, is what checkpointing computes again.
     """
 
     batch: int
@@ -58,10 +52,6 @@ class Call(ContextDecorator):
         token, layout = self._outer.pop()
         _current.reset(token)
         layout.__exit__(*error)
-
-    def within(self, function: Callable) -> Callable:
-        """Wraps a function to run in this call."""
-        return self(function)
 
     @property
     def fresh(self) -> bool:

@@ -2,7 +2,7 @@
 
 from torch import Tensor, nn
 
-from bi_kernels.integrations.transformers import attention_modules, modules
+from bi_kernels.integrations.transformers import modules
 from bi_kernels.integrations.transformers.swap import OPS, causal_lm
 from bi_kernels.parallel.tensor import ShardedParameter, ShardSpec, TensorParallel
 
@@ -29,7 +29,7 @@ def _cuts(model: nn.Module, parallel: TensorParallel) -> tuple[dict[nn.Module, o
     together: dict[nn.Module, int | None] = {owner.get_input_embeddings(): None, head: None}
     fewer: set[nn.Parameter] = set()  # of keys and values, whose heads may be fewer than the ranks
     for module in model.modules():
-        if isinstance(module, attention_modules.Attention):
+        if isinstance(module, modules.Attention):
             together |= dict.fromkeys((module.q_proj, module.k_proj, module.v_proj), module.head_dim)
             together[module.o_proj] = 1
             keys = parallel.keys(module.config.num_key_value_heads)

@@ -51,23 +51,6 @@ class Arguments(NamedTuple):
     shape: torch.Size  # of q as it was given
 
 
-class AttentionArgs(NamedTuple):
-    """Holds the arguments of `attention` as they are given."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    cu_seqlens_q: Tensor | None = None
-    cu_seqlens_k: Tensor | None = None
-    lengths_q: Tensor | None = None
-    lengths_k: Tensor | None = None
-    left_padded: bool = False
-    block_table: Tensor | None = None
-    causal: bool = True
-    scale: float | None = None
-    window: int | None = None
-
-
 @once
 def _checked(*args) -> tuple[float, int, bool]:
     """Checks what can be, but for values. Returns the scale, the window, and whether tokens and heads are exchanged by
@@ -156,11 +139,23 @@ def _check_pages(block_table: Tensor, lengths: Tensor, k: Tensor) -> None:
         mark_validated(question, block_table, lengths)
 
 
-def arguments(*args, **named) -> Arguments:
+def arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    lengths_q: Tensor | None = None,
+    lengths_k: Tensor | None = None,
+    left_padded: bool = False,
+    block_table: Tensor | None = None,
+    causal: bool = True,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Arguments:
     """Checks the arguments of `attention` and finds the sequences of the call. Raises what `attention` does."""
-    given = AttentionArgs(*args, **named)
-    q, k, v, cu_seqlens_q, cu_seqlens_k, lengths_q, lengths_k, left_padded, block_table, causal, *_ = given
-    scale, window, exchanged = _checked(*given)
+    where = cu_seqlens_q, cu_seqlens_k, lengths_q, lengths_k
+    scale, window, exchanged = _checked(q, k, v, *where, left_padded, block_table, causal, scale, window)
     if exchanged and not torch.compiler.is_compiling():
         warnings.warn(
             f"attention: q has shape {tuple(q.shape)} and k {tuple(k.shape)}, which is {q.shape[1]} queries of "

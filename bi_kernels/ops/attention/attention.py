@@ -1,26 +1,29 @@
 """Attention as an op, prefill, chunks and decode alike, and its gradient."""
 
+import warnings
+
 import torch
 from torch import Tensor
 
+from bi_kernels.checks import mark_validated, needs_validation
 from bi_kernels.op import Op
 from bi_kernels.ops.attention.arguments import Arguments, arguments
 from bi_kernels.ops.attention.backward import attention_backward
 from bi_kernels.ops.attention.forward import attention_forward, rows
-from bi_kernels.ops.attention.layout_warnings import warn_if_no_layout, warn_on_mismatch
 from bi_kernels.ops.attention.padded import materialize_offsets
 from bi_kernels.ops.attention.schedule import SCHEDULE, Schedule, Sequences, current_schedule, using
+from bi_kernels.tokens import TokenLayout, current_layout, inferred_any
 
 
 def _launch(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    first_q: Tensor,
-    length_q: Tensor,
-    first_k: Tensor,
-    length_k: Tensor,
-    pages: Tensor | None,
+    q,
+    k,
+    v,
+    first_q,
+    length_q,
+    first_k,
+    length_k,
+    pages,
     page: int,
     longest: int,
     full_q: bool,
@@ -44,14 +47,14 @@ def _save(ctx, inputs, outputs):
 
 
 def _backward(ctx, d_out, d_lse):
-    q, k, v, out, *rest = ctx.saved_tensors
+    q, k, v, out, lse, *where = ctx.saved_tensors
     (needs_q, needs_k, needs_v), (full_q, full_k) = ctx.needs_input_grad[:3], ctx.full
     needs = (q, needs_q, full_q), (k, needs_k or needs_v, full_k), (v, needs_k or needs_v, full_k)
     new = lambda full: torch.empty_like if full else torch.zeros_like
     grads = [new(full)(t, memory_format=torch.contiguous_format) if needed else None for t, needed, full in needs]
     d_out = torch.zeros_like(out) if d_out is None else d_out
     with using(ctx.schedule):
-        attention_backward(d_out, d_lse, q, k, v, out, *rest, *ctx.constants, *grads)
+        attention_backward(d_out, d_lse, q, k, v, out, lse, where, *ctx.constants, *grads)
     return *grads, *[None] * 12
 
 
@@ -73,12 +76,37 @@ def attend(call: Arguments, schedule: Schedule = SCHEDULE) -> tuple[Tensor, Tens
     return (out, lse) if out.shape == call.shape else (out.view(call.shape), lse.view(call.shape[:-1]))
 
 
-def _packed(ends: list[int]) -> list[tuple[int, int]]:
-    return [(start, end - start) for start, end in zip(ends, ends[1:])]
-
-
-def _padded(lengths: list[int], width: int, left: bool) -> list[tuple[int, int]]:
-    return [(i * width + (width - n if left else 0), n) for i, n in enumerate(lengths)]
+def _warn_of_layout(q: Tensor, cu_seqlens_q: Tensor | None, lengths_q: Tensor | None, left_padded: bool) -> None:
+    """Warns where a forward that trains is given other sequences than the token layout that is entered, or where none
+    is and other ops fold parameters' gradients by the shapes that they see."""
+    layout, width = current_layout("attention"), q.shape[1]
+    name, value, how = "lengths_q", lengths_q, (width, left_padded)
+    if lengths_q is None:
+        name, value, how = "cu_seqlens_q", cu_seqlens_q, ()
+    if layout is None and inferred_any.get():
+        warnings.warn(
+            f"attention: {len(value) - (lengths_q is None)} packed or padded sequences, but no token layout is "
+            "entered, so parameters' gradients depend on the batch; expected the forward inside "
+            "`with TokenLayout.packed(...)` or `.padded(...)`",
+            stacklevel=3,
+        )
+    if not isinstance(layout, TokenLayout) or not needs_validation(question := ("layout", layout, *how), value):
+        return
+    numbers = value.tolist()
+    if lengths_q is None:
+        spans = [(start, end - start) for start, end in zip(numbers, numbers[1:])]
+    else:
+        spans = [(i * width + (width - n if left_padded else 0), n) for i, n in enumerate(numbers)]
+    spans = [span for span in spans if span[1]]
+    if spans != layout.spans:
+        lengths = [[length for _, length in of][:8] for of in (spans, layout.spans)]
+        found = "in other places" if lengths[0] == lengths[1] else f"of lengths {lengths[1]}"
+        warnings.warn(
+            f"attention: {name} holds sequences of lengths {lengths[0]}, but the token layout has sequences {found}, "
+            "by which parameters' gradients are added; expected the layout of this very call",
+            stacklevel=3,
+        )
+    mark_validated(question, value)
 
 
 def attention(
@@ -121,10 +149,5 @@ def attention(
     call = arguments(q, k, v, *where, causal, scale, window)
     told = cu_seqlens_q is not None and len(cu_seqlens_q) > 2 or lengths_q is not None
     if told and not torch.compiler.is_compiling() and torch.is_grad_enabled() and q.requires_grad:
-        warn_if_no_layout("attention", len(cu_seqlens_q) - 1 if lengths_q is None else len(lengths_q))
-        if lengths_q is None:
-            warn_on_mismatch("attention", "cu_seqlens_q", cu_seqlens_q, lambda: _packed(cu_seqlens_q.tolist()))
-        else:
-            spans = lambda: _padded(lengths_q.tolist(), q.shape[1], left_padded)
-            warn_on_mismatch("attention", "lengths_q", lengths_q, spans, q.shape[1], left_padded)
+        _warn_of_layout(q, cu_seqlens_q, lengths_q, left_padded)
     return attend(call)

@@ -3,6 +3,8 @@
 On sm_90 hopper/keys.py has a faster dK and dV of the same bits, and hopper/queries.py a dQ.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 from torch import Tensor
@@ -22,29 +24,13 @@ from bi_kernels.ops.attention.schedule import (
 
 @writes("dq", "dk", "dv")
 def attention_backward(
-    d_out: Tensor,
-    d_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    first_q: Tensor,
-    length_q: Tensor,
-    first_k: Tensor,
-    length_k: Tensor,
-    causal: bool,
-    scale: float,
-    window: int,
-    dq: Tensor | None,
-    dk: Tensor | None,
-    dv: Tensor | None,
+    d_out, d_lse, q, k, v, out, lse, where: Sequence[Tensor], causal: bool, scale: float, window: int, dq, dk, dv
 ) -> None:
     """Writes dq, and dk and dv, each where it is given, of sequences without pages; rows of none are left as they are.
-    d_lse: None for zeros."""
-    schedule, where = current_schedule(), (first_q, length_q, first_k, length_k)
+    d_lse: None for zeros; where: first_q, length_q, first_k, length_k."""
+    schedule = current_schedule()
     d_out, d_lse = aligned(d_out), None if d_lse is None else d_lse.contiguous()
-    (tokens, heads, width), count = q.shape, len(length_q)
+    (tokens, heads, width), count = q.shape, len(where[0])
     shape = shape_of(q.shape, k.shape, k.stride(), v.stride())
     if not q.numel() or not k.numel():
         for t in (dq, dk, dv):

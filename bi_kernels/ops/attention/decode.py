@@ -73,20 +73,7 @@ class SplitDecode:
             return _aligned(given) in self._loaded
         return is_recorded() or not self._loaded
 
-    def __call__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        parts: Tensor | None,
-        first_q: Tensor | None,
-        length_q: Tensor | None,
-        first_k: Tensor | None,
-        length_k: Tensor | None,
-        pages: Tensor | None,
-    ) -> None:
+    def __call__(self, q, k, v, out, lse, parts, first_q, length_q, first_k, length_k, pages) -> None:
         """Computes the result, or with `parts` those of each split; a tensor may be None where `attention_kernel`'s."""
         given = q, k, v, out, lse, parts, first_q, length_q, first_k, length_k, pages
         scores, weights = lse.new_empty(self.rows, self.room), q.new_empty(self.rows, self.room)

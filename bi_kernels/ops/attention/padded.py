@@ -48,24 +48,10 @@ def _span(spans, lengths, i, inside, room, width, stride, LEFT: tl.constexpr):
 
 
 @writes("spans")
-def find_spans(
-    spans: Tensor,
-    lengths_q: Tensor | None,
-    lengths_k: Tensor | None,
-    count: int,
-    width_q: int,
-    width_k: int,
-    left_q: bool,
-    left_k: bool,
-) -> None:
+def find_spans(spans, lengths_q, lengths_k, count: int, width_q: int, width_k: int, left_q: bool, left_k: bool) -> None:
     if count:
-        sizes = (
-            count,
-            spans.shape[1],
-            width_q,
-            width_k,
-            *(1 if t is None else t.stride(0) for t in (lengths_q, lengths_k)),
-        )
+        strides = [1 if t is None else t.stride(0) for t in (lengths_q, lengths_k)]
+        sizes = count, spans.shape[1], width_q, width_k, *strides
         options = {"LEFT_Q": left_q, "LEFT_K": left_k, "BLOCK": BLOCK, "num_warps": 1}
         _spans_kernel[(triton.cdiv(count, BLOCK),)](spans, lengths_q, lengths_k, *sizes, **options)
 

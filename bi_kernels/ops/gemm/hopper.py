@@ -239,15 +239,7 @@ def _launch_for(
     return Launch(_hopper_gemm_kernel, device.index, grid, M, N // unit, K, stride // unit, **more)
 
 
-def launch(
-    x: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    ring: PipelineConfig,
-    out_dtype: torch.dtype | None = None,
-    start: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
+def launch(x, w, bias, ring: PipelineConfig, out_dtype: torch.dtype | None = None, start=None, out=None) -> Tensor:
     """y (M, N) = start (M, N) + x (M, K) wᵀ (N, K) + bias (N,), as `kernel.launch` has it, of x and w in 16 bits;
     the columns of `out` are contiguous, and start, fp32, has its stride."""
     given, kind = (x, w), kind_of(x, w, bias, out_dtype)
@@ -263,12 +255,12 @@ def launch(
     return run(x, w, start, bias, y)
 
 
-def _run(launched: Launch, ring: PipelineConfig, x: Tensor, w: Tensor, start, bias, y: Tensor) -> Tensor:
+def _run(launched: Launch, ring: PipelineConfig, x, w, start, bias, y) -> Tensor:
     k = min(ring.k, COPIED)
     launched(_descriptor(x, ring.rows, k), _descriptor(w, ring.columns, k), start, bias, y)
     return y
 
 
-def _straight(run: Callable, shape: tuple[int, int], dtype: torch.dtype, x: Tensor, w: Tensor, bias) -> Tensor:
+def _straight(run: Callable, shape: tuple[int, int], dtype: torch.dtype, x, w, bias) -> Tensor:
     """Computes a product of which nothing has to be copied."""
     return run(x, w, None, bias, x.new_empty(shape, dtype=dtype))

@@ -115,13 +115,8 @@ class _Plan:
         of = self.handle, self.product, self.w, self.x, self.y, self.y, preference
         status = self.library.cublasLtMatmulAlgoGetHeuristic(*of, c_int(1), byref(found), byref(count))
         config = [self._config(found, what) for what in (CONFIG_ID, CONFIG_SPLIT, CONFIG_REDUCTION)]
-        if (
-            status
-            or not count.value
-            or found.state
-            or found.workspace
-            or config not in ([FAMILY, 0, 0], [FAMILY, 1, 0])
-        ):
+        failed = status or not count.value or found.state or found.workspace
+        if failed or config not in ([FAMILY, 0, 0], [FAMILY, 1, 0]):
             raise LookupError
         self.waves = found.waves  # of the GPU's multiprocessors, by the library's reckoning
         return found.algorithm
@@ -141,16 +136,15 @@ class _Plan:
         return made
 
     def _set(self, what: str, of: c_void_p, attribute: int, value) -> None:
-        if getattr(self.library, f"cublasLt{what}SetAttribute")(
-            of, c_int(attribute), byref(value), c_size_t(sizeof(value))
-        ):
+        set_attribute = getattr(self.library, f"cublasLt{what}SetAttribute")
+        if set_attribute(of, c_int(attribute), byref(value), c_size_t(sizeof(value))):
             raise LookupError
 
     def __del__(self):
         for what, made in self.made:
             getattr(self.library, f"cublasLt{what}Destroy")(made)
 
-    def run(self, x: torch.Tensor, w: torch.Tensor, bias: int, y: torch.Tensor, stream: int) -> bool:
+    def run(self, x, w, bias: int, y, stream: int) -> bool:
         """Launches the product; bias: an address. Tells whether the library did."""
         if bias != self.bias.value:
             self.bias.value = bias
@@ -184,13 +178,11 @@ def _plan(
 
 
 def _bias_at(bias: torch.Tensor | None, device: int, size: int) -> int | None:
-    """Returns the address of what is added to each row, `size` bytes: of zeros where there is no bias."""
-    return _zeros_at(device, size) if bias is None else bias.data_ptr()
-
-
-def _zeros_at(device: int, size: int) -> int | None:
-    """Returns the address of `size` bytes of zeros, which are added as a bias: a sum of products that underflow to -0
-    is +0 then, as `+ 0.0` makes it in kernel.py. None while a CUDA graph is captured, and none are there."""
+    """Returns the address of what is added to each row, `size` bytes: of zeros where there is no bias, since a sum of
+    products that underflow to -0 is +0 then, as `+ 0.0` makes it in kernel.py. None while a CUDA graph is captured, and
+    no zeros are there."""
+    if bias is not None:
+        return bias.data_ptr()
     there = _zeros.setdefault(device, [])
     if not there or there[-1].numel() < size:
         if torch.cuda.is_current_stream_capturing():
@@ -224,13 +216,7 @@ def _straight(plan: _Plan, device: int, N: int, out_dtype: torch.dtype, x, w, bi
     return None if at is None or not plan.run(x, w, at, y, stream) else y
 
 
-def launch(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor | None:
+def launch(x, w, bias=None, out_dtype: torch.dtype | None = None, out=None) -> torch.Tensor | None:
     """y (…, N) = x (…, K) wᵀ (N, K) + bias (N,), as `kernel.launch` has it, on the current device; None where the
     library does not serve."""
     out_dtype, device = out_dtype or x.dtype, x.device.index

@@ -122,10 +122,6 @@ def _gemm_kernel(
             _store_tile(y, acc_extra, m, n + BLOCK_N, BLOCK_M, EXTRA_N, PART_N)
 
 
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
-
-
 def _descriptor(t: torch.Tensor, rows: int, cols: int, transposed: bool = False) -> TensorDescriptor:
     """Returns a descriptor that yields rows×cols blocks of `t`, or their transposes where `t` is stored transposed."""
     shape, stride, block = t.shape, t.stride(), [rows, cols]
@@ -142,7 +138,7 @@ def tma_ready(t: torch.Tensor) -> torch.Tensor:
         fast == 1 and slow % unit == 0 and slow >= cols or slow == 1 and fast % unit == 0 and fast >= rows
     ):
         return t
-    return t.new_empty(rows, _ceil(cols, unit) * unit)[:, :cols].copy_(t)
+    return t.new_empty(rows, -(-cols // unit) * unit)[:, :cols].copy_(t)
 
 
 def check_out(out: torch.Tensor | None, M: int, N: int) -> None:
@@ -151,9 +147,7 @@ def check_out(out: torch.Tensor | None, M: int, N: int) -> None:
         raise ValueError(f"out has shape {tuple(out.shape)}, expected {(M, N)}")
 
 
-def prepared(
-    x: torch.Tensor, w: torch.Tensor, out_dtype: torch.dtype, out: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def prepared(x, w, out_dtype: torch.dtype, out) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns x and w such that blocks of them can be copied, and where y goes: `out`, or rows that begin at multiples
     of 16 bytes."""
     M, N = len(x), len(w)
@@ -162,11 +156,11 @@ def prepared(
     if out is not None and out.data_ptr() % 16 == 0 and out.stride(0) % unit == 0:
         y = out
     else:
-        y = x.new_empty((M, _ceil(N, unit) * unit), dtype=out_dtype)
+        y = x.new_empty((M, -(-N // unit) * unit), dtype=out_dtype)
     return tma_ready(x), tma_ready(w), y
 
 
-def finished(y: torch.Tensor, N: int, out: torch.Tensor | None) -> torch.Tensor:
+def finished(y, N: int, out) -> torch.Tensor:
     """Returns the N columns of what `prepared` gave for y, in `out` where there is one."""
     if out is not None:
         return out if y is out else out.copy_(y[:, :N])
@@ -191,7 +185,7 @@ def _launch_for(
     pipeline = tile.stages * (tile.m + tile.n + tile.extra_n) * tile.k * dtype.itemsize
     while pipeline + tile.m * part_n * out_dtype.itemsize > SHARED and part_n > 16:
         part_n //= 2  # fp32 leaves through shared memory twice as wide
-    grid = _ceil(M, tile.m) * _ceil(N, tile.n + tile.extra_n)
+    grid = triton.cdiv(M, tile.m) * triton.cdiv(N, tile.n + tile.extra_n)
     persistent = 0 if continues else tile.persistent  # a first tile that is loaded breaks the pipeline across tiles
     if persistent:
         grid = min(grid, tile.persistent * multiprocessors(device))
@@ -202,15 +196,7 @@ def _launch_for(
     return Launch(_gemm_kernel, device.index, (grid,), M, N, K, **blocks, **how), part_n
 
 
-def launch(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    tile: Tile,
-    out_dtype: torch.dtype | None = None,
-    start: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
+def launch(x, w, bias, tile: Tile, out_dtype: torch.dtype | None = None, start=None, out=None) -> torch.Tensor:
     """y (M, N) = start (M, N) + x (M, K) wᵀ (N, K) + bias (N,), with the given tile; y in the dtype of x unless
     out_dtype is given, or in `out`. start: fp32; may be `out`."""
     (M, K), N = x.shape, w.shape[0]

@@ -9,7 +9,7 @@ KINDS = 4096  # kept by a thread
 _thread = threading.local()
 
 
-def kind_of(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None) -> tuple:
+def kind_of(x, w, bias, out_dtype: torch.dtype | None) -> tuple:
     """Returns what a product x wᵀ + bias is told apart by; the addresses of its tensors are multiples of 16."""
     kind = x.dtype, out_dtype or x.dtype, x.device, x.shape, w.shape, x.stride(), w.stride()
     return kind if bias is None else (*kind, bias.dtype)
@@ -23,9 +23,7 @@ def remember(kind: tuple, run: Callable) -> None:
     runs[kind] = run
 
 
-def cached_launch(
-    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype | None
-) -> torch.Tensor | None:
+def cached_launch(x, w, bias, out_dtype: torch.dtype | None) -> torch.Tensor | None:
     """Returns the product, if one of its kind was computed before; None of others."""
     run = _thread.__dict__.get(kind_of(x, w, bias, out_dtype))
     low = x.data_ptr() | w.data_ptr() | (0 if bias is None else bias.data_ptr())

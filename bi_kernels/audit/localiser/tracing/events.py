@@ -5,8 +5,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
 
 from bi_kernels.audit.localiser.tracing.digest import Digest
 
@@ -15,7 +17,6 @@ CONSTANT = ("zeros", "ones", "full", "arange", "scalar_tensor", "zeros_like", "o
 CONSTANT += ("new_ones", "new_full", "zero_", "fill_", "eye", "linspace")
 SILENT = ("_unsafe_view", "_reshape_alias", "_local_scalar_dense", "lift_fresh", "equal", "is_same_size", "set_")
 OUTPUT = "(output)"
-PLAIN = (int, float, bool, str)
 At = tuple[int, int]  # the call and the number of an event in it
 Wrote = tuple[int, int, int]  # and of its output
 
@@ -46,6 +47,12 @@ class Event:
     outputs: list[Slot] = field(default_factory=list)
     launch: bool = False  # of a Triton kernel: outputs are all its tensors, in the order of its inputs
 
+    def left(self, k: int) -> bool:
+        """Tells whether a launch left a tensor as it was."""
+        if not self.launch or not self.inputs[k].digests or not self.outputs[k].digests:
+            return False
+        return all(np.array_equal(a.rows, b.rows) for a, b in zip(self.inputs[k].digests, self.outputs[k].digests))
+
     @property
     def signature(self) -> tuple:
         """Returns what the same op has in another layout."""
@@ -65,9 +72,8 @@ class Store:
     found: dict = field(default_factory=dict)
 
 
-@dataclass
-class Edit:
-    """A change or a copy of a tensor of an event. io: in, before the op; keep and out, after it, in this order."""
+class Edit(NamedTuple):
+    """A change or a copy of a tensor of an event, before the op (io: in) or after it (out)."""
 
     io: str
     slot: int
@@ -75,20 +81,9 @@ class Edit:
 
 
 def tensors_in(value) -> list[torch.Tensor]:
-    """Lists the tensors of an op's arguments, in order."""
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, list | tuple):
-        found = []
-        for v in value:
-            if isinstance(v, torch.Tensor):
-                found.append(v)
-            elif v is not None and type(v) not in PLAIN:
-                found += tensors_in(v)
-        return found
-    if isinstance(value, dict):
-        return tensors_in([*value.values()]) if value else []
-    return [value.base] if hasattr(value, "block_shape") else []  # a TMA descriptor, of Triton or of Gluon
+    """Lists the tensors of an op's arguments, in order; of a TMA descriptor, of Triton or of Gluon, its base."""
+    leaves = (v.base if hasattr(v, "block_shape") else v for v in tree_leaves(value))
+    return [v for v in leaves if isinstance(v, torch.Tensor)]
 
 
 class Kind(NamedTuple):

@@ -8,11 +8,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from bi_kernels.audit.layouts import of_each_token
+
 MOST = 3  # ways to read a tensor; one that other calls contradict is dropped later
 
 
 class Tokens(NamedTuple):
-    """The logical tokens of a batch, sample by sample."""
+    """The logical tokens of a batch, numbered sample by sample."""
 
     lengths: tuple[int, ...]
 
@@ -22,16 +24,11 @@ class Tokens(NamedTuple):
 
     def samples(self) -> np.ndarray:
         """Returns the sample of each token."""
-        return np.repeat(np.arange(len(self.lengths)), self.lengths)
+        return of_each_token(self.lengths)[0]
 
     def positions(self) -> np.ndarray:
         """Returns the position of each token in its sample."""
-        return np.concatenate([np.arange(n) for n in self.lengths])
-
-    def of(self, sample: int) -> np.ndarray:
-        """Returns the tokens of a sample."""
-        start = sum(self.lengths[:sample])
-        return np.arange(start, start + self.lengths[sample])
+        return of_each_token(self.lengths)[1]
 
 
 class Reading(NamedTuple):
@@ -52,13 +49,18 @@ class Geometry:
     tokens: Tokens
     cached: np.ndarray | None = None  # (rows, keys): the tokens in a cache, this call's included
 
-    @cached_property
+    @property
     def rows(self) -> int:
         return self.grid.shape[0]
 
-    @cached_property
+    @property
     def width(self) -> int:
         return self.grid.shape[1]
+
+    @property
+    def keys(self) -> np.ndarray:
+        """Returns (rows, keys): the token of each key that a query may see."""
+        return self.grid if self.cached is None else self.cached
 
     @cached_property
     def held(self) -> list[int]:
@@ -77,9 +79,8 @@ class Geometry:
             return "t"
         if not self.one_sample_a_row:
             return {"l": "tp", "b": "s", "n": "n"}[form]
-        return {"l": "p" if b else "tp", "b": "s" if l else "ts", "n": "n" + "p" * (not l) + "s" * (not b)}[form] + (
-            "t" if form == "n" and not b and not l else ""
-        )
+        alone = "n" + "p" * (not l) + "s" * (not b) + "t" * (not b and not l)
+        return {"l": "p" if b else "tp", "b": "s" if l else "ts", "n": alone}[form]
 
     def places(self, form: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns (tokens, the row of each) for rows of a form; padding has none."""
@@ -89,6 +90,10 @@ class Geometry:
         there = np.flatnonzero(self.grid.reshape(-1) >= 0)
         row = {"bl": there, "l": there % self.width, "b": there // self.width, "n": there * 0}[form]
         return self.grid.reshape(-1)[there], row
+
+    def places_on(self, form: str, device: torch.device) -> list[torch.Tensor]:
+        """Returns the same as tensors."""
+        return [torch.from_numpy(at).to(device) for at in self.places(form)]
 
     @cached_property
     def _known(self) -> dict[tuple[int, ...], list[Reading]]:
@@ -105,8 +110,7 @@ class Geometry:
         return self._known[shape]
 
     def _exact(self, shape: tuple[int, ...]) -> Iterator[Reading]:
-        b, l, dims = self.rows, self.width, range(len(shape))
-        k = self.cached.shape[1] if self.cached is not None else l
+        b, l, k, dims = self.rows, self.width, self.keys.shape[1], range(len(shape))
         if b > 1 and l > 1:
             pairs = [(i, j) for j in dims for i in dims if i != j and shape[i] == b and shape[j] == l]
             first = [p for p in pairs if p[0] < p[1]][:1] or pairs
@@ -144,10 +148,25 @@ class Geometry:
 
 def by_rows(t: torch.Tensor, reading: Reading) -> torch.Tensor:
     """Returns a view of `t` with the rows' dimensions first, features after them; of keys, those last."""
+    dims = reading.dims
     if reading.split > 1:
-        first = reading.dims[0]
-        t = t.unflatten(first, (-1, reading.split))
-        dims = tuple(d + (d > first) for d in reading.dims)
-    else:
-        dims = reading.dims
-    return t.movedim(dims, tuple(range(len(dims)))) if dims else t
+        t = t.unflatten(dims[0], (-1, reading.split))
+        dims = tuple(d + (d > dims[0]) for d in dims)
+    return t.movedim(dims, tuple(range(len(dims))))
+
+
+def flat_rows(t: torch.Tensor, reading: Reading) -> torch.Tensor:
+    """Returns (rows, features) of a tensor."""
+    view = by_rows(t, reading)
+    return view.reshape(view.shape[: len(reading.dims)].numel(), -1)
+
+
+def write_rows(t: torch.Tensor, reading: Reading, row: torch.Tensor, values: torch.Tensor) -> None:
+    """Overwrites some rows of a tensor."""
+    view, flat = by_rows(t, reading), flat_rows(t, reading).clone()
+    flat[row] = values.to(t.dtype)
+    flat = flat.view(view.shape)
+    for d, stride in enumerate(view.stride()):  # what is expanded has one place in memory
+        if not stride:
+            view, flat = view.narrow(d, 0, 1), flat.narrow(d, 0, 1)
+    view.copy_(flat)

@@ -1,6 +1,5 @@
 """The calls of a layout: what a model is given, and where the logical tokens lie in it."""
 
-import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,8 +8,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from bi_kernels.audit.layouts import spans
 from bi_kernels.audit.localiser.tracing.geometry import Geometry, Tokens
-from bi_kernels.grads import MainGrads
 from bi_kernels.model import Cache, Decoder, packed, padded
 
 LAYOUTS = ("batch", "singles", "left_padded", "packed", "permuted", "micro_batches", "chunked", "decode")
@@ -32,16 +31,20 @@ class Call:
 
 @dataclass
 class Plan:
-    """A layout of a batch. calls() yields its calls, each to be run before the next is asked for; around: yields what
-    ends a step, if any; other_padding: calls with other numbers in the padding; masks: names of masks in the batch."""
+    """A layout of a batch. calls() yields its calls, each to be run before the next is asked for; other_padding: calls
+    with other numbers in the padding; masks: names of masks in the batch."""
 
     layout: str
     tokens: Tokens
     calls: Callable[[], Iterator[Call]]
     trains: bool = True
-    around: Callable[[], contextlib.AbstractContextManager] = contextlib.nullcontext
     other_padding: Callable[[], Iterator[Call]] | None = None
     masks: tuple[str, ...] = ()
+
+
+def name_of(model: nn.Module | Callable) -> str:
+    kind = type(model).__name__
+    return kind if isinstance(model, nn.Module) else getattr(model, "__name__", kind)
 
 
 def plan(model, batch, layout: str, calls: Callable | None = None) -> Plan:
@@ -65,20 +68,20 @@ def grids(layout: str, tokens: Tokens, width: int = 0) -> Iterator[tuple[list[in
     """Yields for each call its samples, the grid of its tokens and, in a layout with a cache, the tokens in that, this
     call's included. width: to which samples are padded; 0 packs them in one row."""
     name, _, size = layout.partition(":")
-    every = list(range(len(tokens.lengths)))
-    third = max(1, len(every) // 3)
+    own = spans(tokens.lengths)
+    every, third = [*range(len(own))], max(1, len(own) // 3)
+    if name in CACHED:
+        size = int(size or 7) if name == "chunked" else 1
+        for i, s in enumerate(own):
+            yield from (([i], s[None, at : at + size], s[None, : at + size]) for at in range(0, len(s), size))
+        return
     split = {"permuted": [every[1::2][::-1] + every[::2]], "singles": [[i] for i in every]}
     split["micro_batches"] = [every[:third], every[third:]]
-    size = int(size or 7) if name == "chunked" else 1
-    for samples in filter(None, split["singles"] if name in CACHED else split.get(name, [every])):
-        own = [tokens.of(i) for i in samples]
-        if name in CACHED:
-            starts = range(0, len(own[0]), size)
-            yield from ((samples, own[0][None, at : at + size], own[0][None, : at + size]) for at in starts)
-            continue
-        grid = np.full((len(own), width), -1) if width else np.concatenate(own)[None]
-        for row, of_row in zip(grid, own if width else ()):
-            row[slice(width - len(of_row), width) if name == "left_padded" else slice(len(of_row))] = of_row
+    for samples in filter(None, split.get(name, [every])):
+        grid = np.full((len(samples), width), -1) if width else np.concatenate([own[i] for i in samples])[None]
+        for row, i in zip(grid, samples if width else ()):
+            n = tokens.lengths[i]
+            row[slice(width - n, width) if name == "left_padded" else slice(n)] = own[i]
         yield samples, grid, None
 
 
@@ -86,9 +89,8 @@ def width_of(model, tokens: Tokens) -> int:
     """Returns a width to pad to that no size of the model equals, and by whose places none can be divided."""
     held = [*model.parameters(), *model.buffers()] if isinstance(model, nn.Module) else []
     config = getattr(model, "config", None)
-    sizes = {n for t in held for n in t.shape} | {
-        v for v in (vars(config).values() if config else ()) if type(v) is int
-    }
+    sizes = {n for t in held for n in t.shape}
+    sizes |= {v for v in (vars(config).values() if config else ()) if type(v) is int}
     width, count = max(tokens.lengths) + 1, len(tokens.lengths)
     while width in sizes or width == count or any(n % (width * count) == 0 for n in sizes if n > 0):
         width += 1
@@ -135,20 +137,7 @@ def _of_decoder(model: Decoder, batch, layout: str) -> Plan:
                 rows = packed(lengths, device, samples)
             yield Call(Geometry(grid, tokens, cached), partial(model.logprobs, ids, targets, rows, *cache))
 
-    @contextlib.contextmanager
-    def around():
-        names = ("main_grad", "embedding_main_grad")
-        before = [(p, {k: p.__dict__.pop(k, None) for k in names}) for p in model.parameters()]
-        try:
-            yield MainGrads(model.parameters(), model.tied).join
-        finally:
-            for p, attributes in before:
-                for k, v in attributes.items():
-                    p.__dict__.pop(k, None)
-                    if v is not None:
-                        setattr(p, k, v)
-
-    return Plan(layout, tokens, calls, trains=name not in CACHED, around=around)
+    return Plan(layout, tokens, calls, trains=name not in CACHED)
 
 
 def _of_transformers(model, batch, layout: str) -> Plan:
@@ -185,12 +174,9 @@ def _of_transformers(model, batch, layout: str) -> Plan:
 
 
 def _of_any(model, batch, layout: str) -> Plan:
-    own = type(model).__name__
-    kind = own if isinstance(model, nn.Module) else getattr(model, "__name__", own)
     if layout not in OF_ANY:
-        raise ValueError(
-            f"layouts holds {layout!r}, which {kind} does not support; without calls= there are {', '.join(OF_ANY)}"
-        )
+        said = f"layouts holds {layout!r}, which {name_of(model)} does not support"
+        raise ValueError(f"{said}; without calls= there are {', '.join(OF_ANY)}")
     given = batch if isinstance(batch, dict) else {"": batch}
     first = next((v for v in given.values() if isinstance(v, list | torch.Tensor)), None)
     if first is None or len(first) < 1 or not all(isinstance(v, torch.Tensor) for v in first):
@@ -211,8 +197,9 @@ def _of_any(model, batch, layout: str) -> Plan:
                 for i in samples:
                     t, n = values[i], tokens.lengths[i]
                     if ragged and t.dim() and len(t) == n:
-                        hole = t.new_full((grid.shape[1] - n, *t.shape[1:]), fill)
-                        t = torch.cat((hole, t) if layout == "left_padded" else (t, hole))
+                        hole = grid.shape[1] - n
+                        ends = [hole, 0] if layout == "left_padded" else [0, hole]
+                        t = nn.functional.pad(t, [0, 0] * (t.dim() - 1) + ends, value=fill)
                     rows.append(t)
                 return torch.stack(rows)
 
@@ -244,7 +231,7 @@ def _of_calls(model, batch, layout: str, calls: Callable) -> Plan:
     starts = torch.tensor([0, *tokens.lengths]).cumsum(0)
 
     def run() -> Iterator[Call]:
-        for args, kwargs, at in made:
+        for args, kwargs, at in calls(batch, layout):
             sample, position = at.cpu().unbind(-1)
             number = torch.where(sample >= 0, starts[sample.clamp(min=0)] + position, -1).numpy()
             grid = number.reshape(-1, number.shape[-1] if number.ndim else 1)

@@ -1,7 +1,7 @@
 """Runs the calls of a layout, forward and backward, traced or not."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -15,17 +15,20 @@ from bi_kernels.audit.findings import sentence
 from bi_kernels.audit.kernel_error import kernel_error
 from bi_kernels.audit.localiser.tracing.digest import whole
 from bi_kernels.audit.localiser.tracing.events import At, Event, Wrote
-from bi_kernels.audit.localiser.tracing.geometry import Geometry, Tokens, by_rows
+from bi_kernels.audit.localiser.tracing.geometry import Geometry, Tokens, flat_rows, write_rows
 from bi_kernels.audit.localiser.tracing.layouts import Plan
 from bi_kernels.audit.localiser.tracing.source import raised_at
-from bi_kernels.audit.localiser.tracing.tape import Tape
 from bi_kernels.audit.localiser.tracing.trace import Trace, tracing
+from bi_kernels.grads import MainGrads
+from bi_kernels.model import Decoder
+
+FOLDED = "main_grad", "embedding_main_grad"  # attributes of parameters
 
 
 @dataclass
 class Run:
     """What one layout did: for each call its geometry and events; digests of parameters, and of their gradients with
-    the events that wrote them."""
+    the events that wrote them; kept: the gradients that were asked for."""
 
     layout: str
     tokens: Tokens
@@ -33,6 +36,7 @@ class Run:
     events: list[list[Event]]
     weights: dict[str, int] = field(default_factory=dict)
     gradients: dict[str, tuple[int, tuple[Wrote, ...]]] = field(default_factory=dict)
+    kept: dict[str, torch.Tensor] = field(default_factory=dict)
     seconds: float = 0.0
     digest_bytes: int = 0
     activation_bytes: int = 0
@@ -61,16 +65,15 @@ def upstream(t: torch.Tensor, geometry: Geometry, seed: int) -> torch.Tensor:
     kinds = geometry.kinds(reading.form)
     if not {"t", "s"} & {*kinds}:
         return torch.full_like(t, 1.0)
-    at, row = geometry.places(reading.form)
+    at, row = geometry.places_on(reading.form, t.device)
     if "t" not in kinds:
-        at = np.cumsum([0, *tokens.lengths])[tokens.samples()[at]]  # the first token of each sample
+        starts = np.cumsum([0, *tokens.lengths])[tokens.samples()]  # the first token of each sample
+        at = torch.from_numpy(starts).to(t.device)[at]
     out = torch.zeros(t.shape, dtype=t.dtype, device=t.device)
-    view = by_rows(out, reading)
-    rows = out.new_zeros(view.shape[: len(reading.dims)].numel(), view.shape[len(reading.dims) :].numel())
     g = torch.Generator(t.device).manual_seed(seed)
-    drawn = torch.randn(tokens.count, rows.shape[1], generator=g, device=t.device) / tokens.count
-    rows[torch.from_numpy(row).to(t.device)] = drawn[torch.from_numpy(at).to(t.device)].to(t.dtype)
-    view.copy_(rows.view(view.shape))
+    features = flat_rows(out, reading).shape[1]
+    drawn = torch.randn(tokens.count, features, generator=g, device=t.device) / tokens.count
+    write_rows(out, reading, row, drawn[at])
     return out
 
 
@@ -92,14 +95,18 @@ def _restored(module: nn.Module | None) -> Iterator[None]:
     """Restores gradients, buffers and random generators on exit."""
     parameters, buffers = ([*module.parameters()], [*module.buffers()]) if module else ([], [])
     before, values = [p.grad for p in parameters], [b.detach().clone() for b in buffers]
+    folded = [{k: p.__dict__.pop(k) for k in FOLDED if k in p.__dict__} for p in parameters]
     with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
         try:
             for p in parameters:
                 p.grad = None
             yield
         finally:
-            for p, grad in zip(parameters, before):
+            for p, grad, attributes in zip(parameters, before, folded):
                 p.grad = grad
+                for k in FOLDED:
+                    p.__dict__.pop(k, None)
+                p.__dict__.update(attributes)
             with torch.no_grad():
                 for b, value in zip(buffers, values):
                     b.copy_(value)
@@ -112,59 +119,51 @@ def step(
     backward: bool,
     seed: int,
     edits: dict | None = None,
-    tape: Tape | None = None,
+    programs: Sequence = (),
     traced: bool = True,
-    ended: Callable[[dict[str, torch.Tensor]], None] | None = None,
+    keep: Collection[str] = (),
 ) -> Run:
-    """Runs a layout; edits: of events, by where they are; traced=False: as the user's own code would; ended: is given
-    the parameters' gradients."""
+    """Runs a layout; edits: of events, by where they are; traced=False: as the user's own code would; keep: the
+    parameters whose gradients the run holds."""
     module = model if isinstance(model, nn.Module) else None
     parameters = dict(module.named_parameters()) if module else {}
     own = parameters | (dict(module.named_buffers()) if module else {})
     modules = module.named_modules() if module else ()
     names = {id(m): name.replace("_orig_mod.", "").removesuffix("_orig_mod") for name, m in modules}
-    trace = Trace(names, {t.untyped_storage()._cdata: name for name, t in own.items()}, edits or {}, tape)
+    trace = Trace(names, {t.untyped_storage()._cdata: name for name, t in own.items()}, edits or {}, programs)
     backward = backward and plan.trains
     device = next((t.device for t in own.values()), torch.device("cpu"))
     run = Run(plan.layout, plan.tokens, [], trace.events)
     started = perf_counter()
-    with _restored(module), contextlib.ExitStack() as stack:
+    with _restored(module), torch.set_grad_enabled(backward), tracing(trace) if traced else contextlib.nullcontext():
         torch.manual_seed(seed)
-        if traced:
-            stack.enter_context(tracing(trace))
-        trace.paused = True
-        stack.enter_context(torch.set_grad_enabled(backward))
-        with plan.around() if backward else contextlib.nullcontext() as finish:
-            for call in plan.calls():
-                run.geometries.append(call.geometry)
-                trace.begin(call.geometry)
-                trace.paused = not traced
+        grads = MainGrads(model.parameters(), model.tied) if backward and isinstance(model, Decoder) else None
+        for call in plan.calls():
+            run.geometries.append(call.geometry)
+            trace.begin(call.geometry)
+            with trace.recording():
                 out = _called(call.run, "the model", plan.layout)
                 if loss is not None:
                     out = _of_loss(loss, out, call.geometry, device, plan.layout)
                 found = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point()]
-                trace.paused = True
-                if traced:
-                    trace.output(found)
-                ends = [t for t in found if t.requires_grad]
-                if backward and ends:
-                    given = [upstream(t, call.geometry, seed + 1 + i) for i, t in enumerate(ends)]
-                    trace.paused = not traced
+            if traced:
+                trace.output(found)
+            ends = [t for t in found if t.requires_grad]
+            if backward and ends:
+                given = [upstream(t, call.geometry, seed + 1 + i) for i, t in enumerate(ends)]
+                with trace.recording():
                     _run_the_model(partial(torch.autograd.backward, ends, given))
-                trace.paused = True
-                if traced and any(t.grad is not None for t in call.leaves):
-                    trace.output([t.grad for t in call.leaves if t.grad is not None], "backward")
-                del out, found, ends
-            if finish is not None:
-                trace.paused = not traced
-                finish()
-                trace.paused = True
-            if traced and backward:
-                held = {n: getattr(p, "main_grad", p.grad) for n, p in parameters.items()}
-                held = {n: g for n, g in held.items() if g is not None}
-                run.gradients = {n: (whole(g), tuple(trace.store(g).writers)) for n, g in held.items()}
-                if ended is not None:
-                    ended(held)
+            if traced and any(t.grad is not None for t in call.leaves):
+                trace.output([t.grad for t in call.leaves if t.grad is not None], "backward")
+            del out, found, ends
+        if grads:
+            with trace.recording():
+                grads.join()
+        if traced and backward:
+            held = {n: getattr(p, "main_grad", p.grad) for n, p in parameters.items()}
+            held = {n: g for n, g in held.items() if g is not None}
+            run.gradients = {n: (whole(g), tuple(trace.store(g).writers)) for n, g in held.items()}
+            run.kept = {n: held[n] for n in keep}
     run.activation_bytes = trace.activations
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -173,7 +172,8 @@ def step(
 
 
 def freeze(run: Run, weights: dict[str, torch.Tensor] | None = None) -> Run:
-    """Brings every digest to the host, in one transfer; weights: tensors of the model to digest, too."""
+    """Brings every digest to the host, in one transfer, and forgets the writers of a tensor that left it as it was.
+    weights: tensors of the model to digest, too."""
     slots = [s for events in run.events for e in events for s in (*e.inputs, *e.outputs) if s.digests]
     held = {id(d.rows): d.rows for s in slots for d in s.digests}
     every = [*held.values(), *(g for g, _ in run.gradients.values()), *map(whole, (weights or {}).values())]
@@ -183,7 +183,11 @@ def freeze(run: Run, weights: dict[str, torch.Tensor] | None = None) -> Run:
     run.digest_bytes = 8 * sum(map(len, held.values()))
     for s in slots:
         s.digests = tuple(d._replace(rows=on_host[id(d.rows)]) for d in s.digests)
+    changed = lambda writers: tuple(w for w in writers if not run.at(w[:2]).left(w[2]))
+    for events in run.events:
+        for s in (s for e in events for s in (*e.inputs, *e.outputs)):
+            s.writers = changed(s.writers)
     tail = [int(p[0]) for p in parts[len(held) :]] if every else []
-    run.gradients = {k: (d, w) for d, (k, (_, w)) in zip(tail, run.gradients.items())}
+    run.gradients = {k: (d, changed(w)) for d, (k, (_, w)) in zip(tail, run.gradients.items())}
     run.weights = dict(zip(weights or {}, tail[len(run.gradients) :]))
     return run

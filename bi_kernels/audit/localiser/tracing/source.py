@@ -5,7 +5,6 @@ import traceback
 from functools import cache
 from pathlib import Path
 from types import CodeType
-from typing import NamedTuple
 
 import torch
 
@@ -14,14 +13,6 @@ FOLDERS = Path(torch.__file__).parent, *(PACKAGE / k for k in ("ops", "interpret
 LIBRARY = tuple(f"{folder}/" for folder in FOLDERS) + ("<frozen",)
 LIBRARY += tuple(str(PACKAGE / f"{name}.py") for name in ("tokens", "grads", "checks", "eager"))
 SKIP, USER, MODULE, COMPILED, STOP = range(5)
-
-
-class Place(NamedTuple):
-    """Where an op was called: the module's path, the line, and whether torch.compile's code did."""
-
-    path: str | None
-    source: str
-    compiled: bool
 
 
 @cache
@@ -42,8 +33,9 @@ def _shown(file: str) -> str:
     return "/".join(parts[-3:] if "site-packages" in parts else parts[-2:])
 
 
-def place(names: dict[int, str]) -> Place:
-    """Reads the stack from the op outwards; names: the path of each module, by its id."""
+def place(names: dict[int, str]) -> tuple[str | None, str, bool]:
+    """Returns the path of the module that called an op, the line, and whether torch.compile's code did, as the stack
+    has them, from the op outwards; names: the path of each module, by its id."""
     frame, path, source, compiled = sys._getframe(2), None, "", False
     while frame is not None and not (source and path is not None):  # compiled code lies further in
         kind = _kind(frame.f_code)
@@ -56,7 +48,7 @@ def place(names: dict[int, str]) -> Place:
         elif kind == MODULE and path is None:
             path = names.get(id(frame.f_locals.get("self")))
         frame = frame.f_back
-    return Place(path, source, compiled)
+    return path, source, compiled
 
 
 def raised_at(error: Exception) -> str:

@@ -2,9 +2,8 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import cache
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -15,9 +14,7 @@ from triton.runtime.jit import JITFunction
 from bi_kernels.audit.localiser.tracing.digest import digests
 from bi_kernels.audit.localiser.tracing.events import OUTPUT, At, Edit, Event, Slot, Store, Wrote, kind_of, tensors_in
 from bi_kernels.audit.localiser.tracing.geometry import Geometry
-from bi_kernels.audit.localiser.tracing.read_only import only_read
 from bi_kernels.audit.localiser.tracing.source import place
-from bi_kernels.audit.localiser.tracing.tape import Tape
 
 
 def in_backward() -> bool:
@@ -27,12 +24,13 @@ def in_backward() -> bool:
 
 class Trace:
     """The events of one run of a layout. names: the modules' paths by id; own: the names of parameters and buffers by
-    the storage that holds them; edits: what is done to tensors of events; tape: keeps ops to run them again."""
+    the storage that holds them; edits: what is done to tensors of events; programs: record some of the ops, as a
+    script runs them (see script.Program)."""
 
     def __init__(
-        self, names: dict[int, str], own: dict[int, str], edits: dict[At, list[Edit]], tape: Tape | None = None
+        self, names: dict[int, str], own: dict[int, str], edits: dict[At, list[Edit]], programs: Sequence = ()
     ):
-        self.names, self.own, self.edits, self.tape = names, own, edits, tape
+        self.names, self.own, self.edits, self.programs = names, own, edits, programs
         self.events: list[list[Event]] = []
         self.geometry: Geometry | None = None
         self.stores: dict[int, Store] = {}
@@ -45,6 +43,14 @@ class Trace:
         self.geometry = geometry
         self.events.append([])
 
+    @contextlib.contextmanager
+    def recording(self) -> Iterator[None]:
+        self.paused = False
+        try:
+            yield
+        finally:
+            self.paused = True
+
     def store(self, t: torch.Tensor) -> Store:
         storage = t.untyped_storage()
         key = storage._cdata
@@ -55,19 +61,19 @@ class Trace:
 
     def slot(self, t: torch.Tensor, look: bool, written: bool = False) -> Slot:
         """Returns what is known of a tensor; look: whether to digest it."""
-        store = self.store(t)
-        name, numbers = store.parameter, t.is_floating_point() or t.is_complex()
-        slot = Slot(name, t.numel() if name else None, None, tuple(store.writers), numbers, store.fresh)
-        if name or not look or not numbers and not written or store.fresh and not written:
-            return slot
-        version = -1 if t.is_inference() else t._version
-        if store.version != version:
-            store.version = version
-            store.found.clear()
-        key = t.storage_offset(), t.shape, t.stride(), t.dtype, id(self.geometry)
-        if key not in store.found:
-            store.found[key] = digests(t.detach(), self.geometry, store.found)  # else it would be in the graph
-        slot.digests = store.found[key]
+        store, floating = self.store(t), t.is_floating_point() or t.is_complex()
+        slot = Slot(store.parameter, None, None, tuple(store.writers), floating, store.fresh)
+        if store.parameter:
+            slot.size = t.numel()
+        elif written or look and floating and not store.fresh:
+            version = -1 if t.is_inference() else t._version
+            if store.version != version:
+                store.version = version
+                store.found.clear()
+            key = t.storage_offset(), t.shape, t.stride(), t.dtype, id(self.geometry)
+            if key not in store.found:
+                store.found[key] = digests(t.detach(), self.geometry, store.found)  # else it would be in the graph
+            slot.digests = store.found[key]
         return slot
 
     def wrote(self, t: torch.Tensor, at: Wrote, whole: bool) -> None:
@@ -88,7 +94,7 @@ class Trace:
                 path, source, _ = place(self.names)
             self.nodes[number] = path or "", source
 
-    def event(self, op: str, inputs: list[Slot]) -> tuple[Event, At]:
+    def event(self, op: str, inputs: list[Slot], launch: bool = False) -> tuple[Event, At]:
         path, source, compiled = place(self.names)
         phase, node = "forward", ""
         if in_backward():
@@ -100,7 +106,8 @@ class Trace:
         else:
             self.note_node(path, source)
         compiled = compiled or node.startswith("CompiledFunction")
-        at, event = self.next(), Event(phase, path or "", "compiled " * compiled + op, source, node, inputs)
+        event = Event(phase, path or "", "compiled " * compiled + op, source, node, inputs, launch=launch)
+        at = self.next()
         self.events[-1].append(event)
         return event, at
 
@@ -129,30 +136,25 @@ class Trace:
             self.store(out).fresh = True
             return out
         given = tensors_in(args) + tensors_in(kwargs)
-        if self.edits:
-            self.edit(self.next(), "in", given)
+        self.edit(self.next(), "in", given)
         numbers = any(t.is_floating_point() or t.is_complex() for t in given)
         event, at = self.event(kind.op, [self.slot(t, numbers) for t in given])
         out = self._run(at, func, args, kwargs, lambda: func(*args, **kwargs))
-        made, changed = tensors_in(out), []
-        if kind.written:
-            named = dict(zip((a.name for a in func._schema.arguments), args)) | kwargs
-            changed = tensors_in([named.get(k) for k in kind.written])
-            made = [t for t in made if all(t is not c for c in changed)]
+        named = dict(zip((a.name for a in func._schema.arguments), args)) | kwargs
+        changed = tensors_in([named.get(k) for k in kind.written])
+        made = [t for t in tensors_in(out) if all(t is not c for c in changed)]
         tensors, numbers = changed + made, numbers or not given
-        self.edit(at, "keep", tensors)
         self.edit(at, "out", tensors)
         for k, t in enumerate(tensors):
-            self.wrote(t, (*at, k), not changed or all(t is not c for c in changed) or t.is_contiguous())
-            look = numbers or t.is_floating_point()
-            slot = self.slot(t, look, written=look)
+            self.wrote(t, (*at, k), k >= len(changed) or t.is_contiguous())
+            slot = self.slot(t, False, written=numbers or t.is_floating_point())
             event.outputs.append(slot)
             if event.phase == "forward" and slot.digests and slot.digests[0].form != "n":
                 self.activations += t.numel() * t.element_size()
         return out
 
     def _run(self, at: At, target, args: tuple, kwargs: dict, run: Callable):
-        records = self.tape.before(at, target, args, kwargs) if self.tape else ()
+        records = [program.record(target, args, kwargs) for program in self.programs if at in program.events]
         out = run()
         for record in records:
             record(out)
@@ -165,45 +167,35 @@ class Trace:
         self.events[-1].append(Event(phase, "", OUTPUT, "", "", [self.slot(t, True) for t in tensors]))
 
     def launch(self, kernel, run: Callable, args: tuple, kwargs: dict):
-        """Runs a Triton kernel; digests each of its tensors before, and after where it may have been written."""
-        named = [(n, t) for n, v in (*zip(kernel.arg_names, args), *kwargs.items()) for t in tensors_in(v)]
-        given = [t for _, t in named]
+        """Runs a Triton kernel; digests each of its floating tensors before and after: what is the same was only read.
+        Integers are compared at once."""
+        given = tensors_in(args) + tensors_in(kwargs)
         self.edit(self.next(), "in", given)
-        event, at = self.event(kernel.fn.__name__, [self.slot(t, True) for t in given])
-        event.launch = True
+        event, at = self.event(kernel.fn.__name__, [self.slot(t, True) for t in given], launch=True)
+        integers = {
+            k: given[k].clone() for k, s in enumerate(event.inputs) if not (s.floating or s.fresh or s.parameter)
+        }
         result = self._run(at, kernel, args, kwargs, run)
-        self.edit(at, "keep", given)
         self.edit(at, "out", given)
-        stores = [t.untyped_storage()._cdata for t in given]
-        read = frozenset() if at in self.edits else only_read(kernel)
-        written = {s for s, (n, _), before in zip(stores, named, event.inputs) if n not in read or before.fresh}
         for k, (t, before) in enumerate(zip(given, event.inputs)):
-            if before.parameter:
-                event.outputs.append(Slot(before.parameter, before.size))
-            elif stores[k] not in written:
+            if before.parameter or k in integers and integers[k].equal(t):
                 event.outputs.append(replace(before))
-            else:
-                self.wrote(t, (*at, k), False)
-                event.outputs.append(self.slot(t, True, written=t.is_floating_point()))
-                if event.phase == "forward" and before.fresh:
-                    self.activations += t.numel() * t.element_size()
+                continue
+            self.wrote(t, (*at, k), False)
+            event.outputs.append(self.slot(t, True, written=t.is_floating_point()))
+            if event.phase == "forward" and before.fresh:
+                self.activations += t.numel() * t.element_size()
         return result
 
 
-@cache
-def _mode(beside_dynamo: bool) -> type[TorchDispatchMode]:
-    """Makes the mode; beside_dynamo: torch.compile may be at work, and must leave the mode alone."""
+def _mode(trace: Trace) -> TorchDispatchMode:
+    compiles = "torch._dynamo" in sys.modules  # torch.compile may be at work, and must leave the mode alone
 
     class TracingMode(TorchDispatchMode):
-        _should_skip_dynamo = classmethod(lambda cls: beside_dynamo)
+        _should_skip_dynamo = classmethod(lambda cls: compiles)
         ignore_compile_internals = classmethod(lambda cls: True)  # what is compiled stays compiled
 
-        def __init__(self, trace: Trace):
-            super().__init__()
-            self.trace = trace
-
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            trace = self.trace
             if trace.paused or not isinstance(func, torch._ops.OpOverload):
                 return func(*args, **(kwargs or {}))
             trace.paused = True
@@ -212,12 +204,12 @@ def _mode(beside_dynamo: bool) -> type[TorchDispatchMode]:
             finally:
                 trace.paused = False
 
-    return TracingMode
+    return TracingMode()
 
 
 @contextlib.contextmanager
 def tracing(trace: Trace) -> Iterator[None]:
-    """Records into `trace` what runs inside."""
+    """Makes what runs inside known to `trace`, which records it while it is not paused."""
 
     def traced(kind):
         def run(self, *args, **kwargs):
@@ -237,7 +229,5 @@ def tracing(trace: Trace) -> Iterator[None]:
         for kind in stock:
             undo.callback(setattr, kind, "run", stock[kind])
             kind.run = traced(kind)
-        undo.enter_context(_mode("torch._dynamo" in sys.modules)(trace))
-        trace.paused = False
-        undo.callback(setattr, trace, "paused", True)
+        undo.enter_context(_mode(trace))
         yield

@@ -7,7 +7,6 @@ from hashlib import sha256
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from bi_kernels.audit.axes import Side
 from bi_kernels.audit.compare import Drift, compare, raw
@@ -62,12 +61,13 @@ class Evidence:
         if kind == "decode":
             prefill = one.of("logprob")
             expected = {name: prefill[name.replace(kind, "logprob")][-len(v) :] for name, v in expected.items()}
+        differ = lambda a, b: a != b if isinstance(a, str) else not raw(a).equal(raw(b))
         for name, value in expected.items():
             copies = self.config.tp
             if kind in HASHED:
                 copies = self.config.ranks if "norm" in name else self.config.dp
             mine = self.values.get(name, [])
-            found[name] = next((v for v in mine if _differ(v, value)), value)
+            found[name] = next((v for v in mine if differ(v, value)), value)
             if len(mine) != copies:
                 missing.append(name)
         if kind in HASHED or not expected:
@@ -78,17 +78,8 @@ class Evidence:
     def digest(self) -> str:
         """Returns one SHA-256 of all logprobs, gradients and weights of all ranks."""
         text = lambda v: v if isinstance(v, str) else sha256(v.numpy().tobytes()).hexdigest()
-        lines = (
-            f"{name} {value}\n"
-            for name, values in sorted(self.values.items())
-            if not name.startswith("decode ")
-            for value in sorted(set(map(text, values)))
-        )
-        return sha256("".join(lines).encode()).hexdigest()
-
-
-def _differ(a: Tensor | str, b: Tensor | str) -> bool:
-    return a != b if isinstance(a, str) else not raw(a).equal(raw(b))
+        of_name = {k: sorted({*map(text, v)}) for k, v in sorted(self.values.items()) if not k.startswith("decode ")}
+        return sha256("".join(f"{k} {v}\n" for k, values in of_name.items() for v in values).encode()).hexdigest()
 
 
 @dataclass
@@ -126,14 +117,10 @@ class DistributedSession(Session):
     def judge(self) -> list[Row]:
         """Runs every configuration, those of as many ranks in one go, and compares it with one rank; returns the rows,
         which it records as they come."""
-        found = []
+        found, ours = [], f"{HERE}:{'QUICK' if self.quick else 'OURS'}"
         for ranks in self.sizes:
-            jobs = [
-                (c.name, c, f"{HERE}:{'QUICK' if self.quick else 'OURS'}") for c in self.configs if c.ranks == ranks
-            ]
-            every = jobs + [
-                (name, c, strategy) for name, (strategy, c, _) in self.strategies.items() if c.ranks == ranks
-            ]
+            jobs = [(c.name, c, ours) for c in self.configs if c.ranks == ranks]
+            every = jobs + [(name, c, broken) for name, (broken, c, _) in self.strategies.items() if c.ranks == ranks]
             if self.timed and ranks > 1:
                 every += [("timing", c, TIMING) for _, c, _ in jobs if 1 in c[:2] and not c.tokens]
             evidence, why = self._launch(every, ranks)

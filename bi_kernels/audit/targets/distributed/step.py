@@ -12,7 +12,6 @@ import bi_kernels
 from bi_kernels.audit.inputs import generator
 from bi_kernels.audit.layouts import pack, spans
 from bi_kernels.audit.targets.decoder import cached_logprobs, logprobs
-from bi_kernels.audit.targets.distributed.trace_ops import trace
 from bi_kernels.audit.targets.model import hashes
 from bi_kernels.contract import CONTRACT, DTYPES
 from bi_kernels.grads import MainGrads
@@ -20,7 +19,10 @@ from bi_kernels.model import CONFIGS, Decoder, policy_loss
 from bi_kernels.ops.vocabulary import BLOCK
 from bi_kernels.parallel.tensor import TensorParallel
 
-LEAVES = 4  # parts of a weight's rows that are hashed apart, so that a rank can hash its own
+OPS = "embedding", "rms_norm", "add_rms_norm", "linear", "qk_norm", "rope", "attention", "swiglu", "lm_head_logprob"
+LEAVES = (
+    4  # parts of a weight's rows, or of an output's columns, that are hashed apart, so that a rank can hash its own
+)
 
 
 class ParallelConfig(NamedTuple):
@@ -61,6 +63,36 @@ class ParallelStrategy(NamedTuple):
 def case(shapes: str) -> dict:
     """Returns the contract's [chain.world] at a shape set."""
     return CONTRACT["chain"]["world"]["tiny" if shapes == "tiny" else "real"]
+
+
+class _TracedOps:
+    """Ops that record their outputs: the op and its weight, the number of columns, and the SHA-256 of parts of them, as
+    many as one rank hashes (whole) and as each of several does (part)."""
+
+    def __init__(self, ops, found: list[dict], names: dict[Tensor, str], ranks: int):
+        self._ops, self._given = ops, (found, names, ranks)
+
+    def __getattr__(self, name: str):
+        op = getattr(self._ops, name)
+        if name == "keys":
+            return lambda heads: _TracedOps(op(heads), *self._given)
+        return self._recording(name, op) if name in OPS else op
+
+    def _recording(self, name: str, op: Callable) -> Callable:
+        found, names, ranks = self._given
+
+        def call(*args, **given):
+            out = op(*args, **given)
+            weight = next((names[t] for t in args if isinstance(t, Tensor) and t in names), "")
+            for t in out if isinstance(out, tuple) else (out,):
+                flat = t.flatten(2).flatten(0, 1) if t.dim() > 3 else t.flatten(1) if t.dim() > 1 else t[:, None]
+                whole, part = (
+                    [digest.hex() for digest in hashes(flat.tensor_split(n, 1))] for n in (LEAVES, LEAVES // ranks)
+                )
+                found.append({"op": f"{name} {weight}".strip(), "columns": flat.shape[1], "whole": whole, "part": part})
+            return out
+
+        return call
 
 
 class DistributedStep:
@@ -154,10 +186,18 @@ class DistributedStep:
 
     @torch.no_grad()
     def _traced(self) -> list[dict]:
-        """Returns what each op gives of the group of the most tokens; see trace_ops.py."""
+        """Returns a record of each output of each op, in order, of the group of the most tokens: see `_TracedOps`."""
         most = max(range(self.case["groups"]), key=lambda number: sum(self.lengths[i] for i in self.group(number)))
         ranks = 1 if self.tensor is None else dist.get_world_size(self.tensor)
-        return trace(self.model, ranks, lambda: self._logprobs(most))
+        found, names = [], {p: name for name, p in self.model.named_parameters()}
+        holders = [self.model, *self.model.layers]
+        before = [holder.ops for holder in holders]
+        for holder in holders:
+            holder.ops = _TracedOps(holder.ops, found, names, ranks)
+        self._logprobs(most)
+        for holder, ops in zip(holders, before):
+            holder.ops = ops
+        return found
 
     def _leaves(self, what: str, of: Callable[[Tensor], Tensor]) -> dict[str, str]:
         """Returns the SHA-256 of the leaves of each parameter that this rank has; a norm's weight is one leaf."""

@@ -7,7 +7,6 @@ one. The bits are those of `attention_kernel`: the same operations in the same o
 1, and the row sums of the same layout.
 """
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -247,19 +246,7 @@ def _hopper_prefill_kernel(
 
 
 def prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    where: tuple[Tensor, ...],
-    causal: bool,
-    scale: float,
-    split: int,
-    many: bool,
-    tiles: int,
-    room: int,
-    stages: int = STAGES,
+    q, k, v, out, lse, where, causal: bool, scale: float, split: int, many: bool, tiles: int, room: int
 ) -> None:
     """Computes out and lse of q (tokens, heads, D) on k, v (rows, heads, D), D 64 or 128, 16-bit.
 
@@ -272,5 +259,5 @@ def prefill(
     grid = (min(multiprocessors(q.device), tiles * heads),)
     given = q, descriptor(k), descriptor(v), out, lse, table, *where, len(where[0]), scale
     sizes = {"COUNT": room, "GROUP": q.shape[1] // heads, "HEADS": heads, "ROWS": ROWS, "SPLIT": split, "WORDS": WORDS}
-    how = {"CAUSAL": causal, "MANY": many, "STAGES": stages, "REGISTERS": REGISTERS, "PAUSE": common.PAUSE}
+    how = {"CAUSAL": causal, "MANY": many, "STAGES": STAGES, "REGISTERS": REGISTERS, "PAUSE": common.PAUSE}
     _hopper_prefill_kernel[grid](*given, num_warps=4, enable_fp_fusion=False, **sizes, **how)

@@ -5,7 +5,6 @@ Four warps bring q and dout through a ring of TMA stages; two more groups of fou
 of `keys_backward_kernel`: the same operations in the same order for each key.
 """
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -253,20 +252,7 @@ def _hopper_keys_kernel(
 
 
 def keys_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    d_out: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    where: tuple[Tensor, ...],
-    causal: bool,
-    scale: float,
-    factor: float,
-    tiles: int,
-    room: int,
+    q, k, v, d_out, lse, delta, dk, dv, where, causal: bool, scale: float, factor: float, tiles: int, room: int
 ) -> None:
     """Computes dk and dv of k and v (rows, heads, D), D 64 or 128, 16-bit; q and d_out (tokens, heads, D), contiguous.
 

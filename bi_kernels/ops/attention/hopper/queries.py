@@ -6,7 +6,6 @@ groups of four have 64 query rows each. The bits are those of `queries_backward_
 order for each row.
 """
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -225,20 +224,7 @@ def _hopper_queries_kernel(
 
 
 def queries_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    d_out: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    dq: Tensor,
-    where: tuple[Tensor, ...],
-    causal: bool,
-    scale: float,
-    factor: float,
-    tiles: int,
-    room: int,
-    stages: int = STAGES,
+    q, k, v, d_out, lse, delta, dq, where, causal: bool, scale: float, factor: float, tiles: int, room: int
 ) -> None:
     """Computes dq of q (tokens, heads, D), D 64 or 128, 16-bit, contiguous as d_out; k and v (rows, heads, D).
 
@@ -250,5 +236,5 @@ def queries_backward(
     grid = (min(multiprocessors(q.device), tiles * heads),)
     given = q, d_out, descriptor(k), descriptor(v), lse, delta, dq, table, *where, len(where[0]), scale, factor
     sizes = {"COUNT": room, "GROUP": q.shape[1] // heads, "HEADS": heads, "ROWS": ROWS, "WORDS": WORDS}
-    how = {"CAUSAL": causal, "STAGES": stages, "REGISTERS": REGISTERS, "PAUSE": common.PAUSE}
+    how = {"CAUSAL": causal, "STAGES": STAGES, "REGISTERS": REGISTERS, "PAUSE": common.PAUSE}
     _hopper_queries_kernel[grid](*given, num_warps=4, enable_fp_fusion=False, **sizes, **how)
