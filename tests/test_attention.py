@@ -326,6 +326,7 @@ ACCURACY = {  # dtype, heads, width, (queries, keys) of each sequence, options
     "window, fp32": (FP32, (2, 1), 16, [(30, 60), (60, 30)], {"window": 5}),
     "scale, width 20": (FP16, (2, 2), 20, [(70, 70)], {"scale": 1.5}),
     "width 1": (BF16, (2, 1), 1, [(20, 20), (4, 0)], {}),
+    "more keys, or fewer": (BF16, (6, 2), 32, [(17, 129), (1, 200), (140, 9)], {}),
 }
 
 

@@ -207,7 +207,7 @@ def test_a_gradient_that_depends_on_how_its_upstream_lies_is_reported(fewer, mon
         assert {r.layout for r in in_need(list(gradients.by_split(subject("silu", function))))} == expected
 
 
-@pytest.mark.parametrize("which, name", enumerate(("x", "weight")))
+@pytest.mark.parametrize("which, name", [(0, "x"), (1, "weight")])
 def test_a_backward_that_leaves_no_gradient_is_reported(which, name, fewer):
     s = subject("rms_norm", rms_norm_without(which))
     assert f"left no gradient for {name}" in report(in_need(gradients.judge_gradients(s)))

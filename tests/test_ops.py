@@ -344,6 +344,17 @@ def test_a_compiled_linear_keeps_its_bits_at_other_row_counts(dynamic):
 
 
 @pytest.mark.parametrize("name", OPS)
+def test_an_expanded_input_gives_the_bits_of_its_copy(name):
+    u = Step(under_test(name), CANCELLING, (5, 17))
+    for k in u.floating:
+        for t in (u.inputs()[k][:1], u.inputs()[k][..., :1]):
+            wide = t.detach().expand_as(u.inputs()[k])
+            found, expected = (u.made(u.inputs() | {k: x}) for x in (wide, wide.contiguous()))
+            drift, tensor = compared(found, expected)
+            assert not drift.mismatches, (k, t.shape, tensor, drift)
+
+
+@pytest.mark.parametrize("name", OPS)
 def test_a_second_derivative_is_refused(name):
     u = Step(under_test(name), CANCELLING, (5, 3))
     given = u.inputs()
