@@ -56,22 +56,32 @@ def writes(*outputs: str) -> Callable:
     return decorate
 
 
+def _like_first(*args):
+    first = next(a for a in args if isinstance(a, torch.Tensor))
+    return torch.empty_like(first, memory_format=torch.contiguous_format)
+
+
+def _save_tensors(ctx, inputs, output) -> None:
+    ctx.save_for_backward(*[a for a in inputs if isinstance(a, torch.Tensor)])
+
+
 class Op:
     """A launcher that returns a tensor or a list of them. Its arguments without annotation are tensors or None.
 
-    fake: returns outputs of the same shapes. save(ctx, inputs, outputs), backward(ctx, *grads): as setup_context and
-    backward of a torch.autograd.Function; a gradient may be None. Arguments with defaults are what a call that trains
-    alone is given, by `training`. direct: what an eager call without a gradient calls, if not the launcher; flat:
-    returns the launcher's arguments from those.
+    backward(ctx, *grads), save(ctx, inputs, outputs): as backward and setup_context of a torch.autograd.Function; a
+    gradient may be None, and all tensors are saved unless `save` is given. fake: returns empty outputs for
+    torch.compile; by default one like the first tensor. Arguments with defaults are what a call that trains alone is
+    given, by `training`. direct: what an eager call without a gradient calls, if not the launcher; flat: returns the
+    launcher's arguments from those.
     """
 
     def __init__(
         self,
         name: str,
         launch: Callable,
-        fake: Callable,
-        save: Callable,
         backward: Callable,
+        fake: Callable = _like_first,
+        save: Callable = _save_tensors,
         direct: Callable | None = None,
         flat: Callable | None = None,
     ):

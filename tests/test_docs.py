@@ -20,11 +20,11 @@ from bi_kernels.audit.runs import runner
 from mutation import command as mutants
 
 ROOT = Path(__file__).parents[1]
-FENCE = re.compile(r'^```(\w*)(?: title="([^"\n]*)")?(?: in="([^"\n]*)")?\n(.*?)^```$', re.M | re.S)
+FENCE = re.compile(r'^```(\w*)(?: title="([^"\n]*)")?\n(.*?)^```$', re.M | re.S)
 
 
-def blocks(name: str) -> list[tuple[str, str, str, str]]:
-    """(language, title, what it goes into, text) of every fenced block."""
+def blocks(name: str) -> list[tuple[str, str, str]]:
+    """(language, title, text) of every fenced block."""
     return FENCE.findall((ROOT / name).read_text(encoding="utf-8"))
 
 
@@ -33,20 +33,15 @@ def test_an_op_is_added_as_the_document_says(tmp_path):
     """In a copy of the package, by nothing but the document's blocks."""
     for folder in ("bi_kernels", "notebooks"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "*.pyc"))
-    written, commands, files = 0, [], set()
-    for language, title, place, text in blocks("docs/add-an-op.md"):
-        if language == "bash":
-            commands += text.splitlines()
-            continue
-        path = tmp_path / title
-        files.add(title)
-        old = path.read_text(encoding="utf-8") if path.exists() else ""
-        lines = old.splitlines(keepends=True)
-        at = next(i for i, line in enumerate(lines) if line.startswith(place)) + 1 if place else len(lines)
-        gap = "" if place or not old else "\n\n"
-        path.write_text("".join(lines[:at]) + gap + text + "".join(lines[at:]), encoding="utf-8")
-        written += len([line for line in text.splitlines() if line.strip()])
-    assert written < 60 and len(files) <= 4, f"{written} lines in {len(files)} files are not a short example"
+    every = blocks("docs/add-an-op.md")
+    for language, title, text in every:
+        if language != "bash":
+            path = tmp_path / title
+            old = path.read_text(encoding="utf-8") + "\n\n" if path.exists() else ""
+            path.write_text(old + text, encoding="utf-8")
+    first = every[: next(i for i, (language, *_) in enumerate(every) if language == "bash")]
+    assert len(first) <= 3 and len([line for *_, text in first for line in text.splitlines() if line.strip()]) <= 55
+    commands = [line for language, _, text in every if language == "bash" for line in text.splitlines()]
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     twice = "from bi_kernels import squared_relu as f; import bi_kernels as b, torch; b.squared_relu(f(torch.ones(2)))"
     subprocess.run([sys.executable, "-c", twice], cwd=tmp_path, env=environment, check=True)
@@ -71,13 +66,13 @@ PYTHON = {
     f"{name}:{i}": text
     for name in DOCUMENTS
     if name not in ALONE
-    for i, text in enumerate(t for language, _, _, t in blocks(name) if language == "python")
+    for i, text in enumerate(t for language, _, t in blocks(name) if language == "python")
 }
 COMMANDS = {
     line.split("#")[0].strip(): name
     for name in DOCUMENTS
     if name not in ALONE
-    for language, _, _, text in blocks(name)
+    for language, _, text in blocks(name)
     if not language and "<!--" not in text
     for line in text.splitlines()
     if line.startswith(("bi-audit ", "make ", "papermill "))

@@ -138,10 +138,6 @@ def _launch(op: str, x, up, limit: float, alpha: float, offset: float) -> Tensor
     return y
 
 
-def _fake(op, x, *_):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 @writes("dx", "d_up")
 def _gradient(op: str, x, up, dy, dx, d_up, limit: float, alpha: float, offset: float) -> None:
     n, given = x.numel(), (x.contiguous(), None if up is None else up.contiguous(), dy.contiguous(), dx, d_up)
@@ -162,7 +158,7 @@ def _backward(ctx, dy):
     return None, dx, d_up, None, None, None
 
 
-_activation = Op("activation", _launch, _fake, _save, _backward)
+_activation = Op("activation", _launch, _backward, save=_save)
 
 
 def _apply(op: str, x: Tensor, up: Tensor | None = None, limit=0.0, alpha=0.0, offset=0.0) -> Tensor:

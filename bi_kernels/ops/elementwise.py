@@ -88,7 +88,7 @@ def _backward(ctx, dy):
     return None, dx if needs_x else None, d_other, None, None, None, None
 
 
-_elementwise = Op("elementwise", _launch, _fake, _save, _backward)
+_elementwise = Op("elementwise", _launch, _backward, _fake, _save)
 
 
 def add(x: Tensor, residual: Tensor) -> Tensor:

@@ -164,7 +164,7 @@ def _backward(ctx, dy):
     return None, None if continues else dw, None, None, None
 
 
-_embedding = Op("embedding", look_up, _fake, _save, _backward)
+_embedding = Op("embedding", look_up, _backward, _fake, _save)
 
 
 def check_ids(op: str, name: str, ids: Tensor, largest: int, allowed: int | None = None) -> None:

@@ -126,7 +126,7 @@ def _backward(ctx, d_logprob, d_entropy, *_):
     return dhidden, None if continues else dw, *[None] * 6
 
 
-_lm_head = Op("lm_head_logprob", _launch, _fake, _save, _backward)
+_lm_head = Op("lm_head_logprob", _launch, _backward, _fake, _save)
 
 
 def checked(

@@ -80,7 +80,7 @@ def _backward(ctx, d_logprob, d_entropy, _):
     return out, None, None, None
 
 
-_token_logprob = Op("token_logprob", _launch, _fake, _save, _backward)
+_token_logprob = Op("token_logprob", _launch, _backward, _fake, _save)
 
 
 def _launch_log_softmax(logits) -> list[Tensor]:
@@ -118,7 +118,7 @@ def _backward_log_softmax(ctx, dy, _):
     return out
 
 
-_log_softmax = Op("log_softmax_rows", _launch_log_softmax, _fake_log_softmax, _save_log_softmax, _backward_log_softmax)
+_log_softmax = Op("log_softmax_rows", _launch_log_softmax, _backward_log_softmax, _fake_log_softmax, _save_log_softmax)
 
 
 def checked_targets(

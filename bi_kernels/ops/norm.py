@@ -217,7 +217,7 @@ def _backward(ctx, dy, *dh):
     return dx if needs_x else None, dx if needs_residual else None, None if continues else dw, *[None] * 5
 
 
-_norm = Op("rms_norm", norm_forward, _fake, _save, _backward)
+_norm = Op("rms_norm", norm_forward, _backward, _fake, _save)
 
 
 @once

@@ -110,10 +110,6 @@ def _launch(x, cos, sin, positions, interleaved: bool, backward: bool) -> Tensor
     return y
 
 
-def _fake(x, *_):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 def _save(ctx, inputs, y):
     ctx.save_for_backward(*inputs[1:4])
     ctx.interleaved, ctx.turned_back = inputs[4:]
@@ -126,7 +122,7 @@ def _backward(ctx, dy):
     return dx, None, None, None, None, None
 
 
-_rope = Op("rope", _launch, _fake, _save, _backward)
+_rope = Op("rope", _launch, _backward, save=_save)
 
 
 def rope_table(

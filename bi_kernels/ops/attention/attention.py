@@ -63,7 +63,7 @@ def _flat(q, k, v, sequences: Sequences, *constants) -> tuple:
     return rows(q), rows(k), rows(v), *materialize_offsets(sequences, q.device)[:-1], *constants
 
 
-_attention = Op("attention", _launch, _fake, _save, _backward, direct=attention_forward, flat=_flat)
+_attention = Op("attention", _launch, _backward, _fake, _save, direct=attention_forward, flat=_flat)
 
 
 def attend(call: Arguments, schedule: Schedule = SCHEDULE) -> tuple[Tensor, Tensor]:

@@ -176,7 +176,7 @@ def _backward(ctx, dy):
     return dx, dw, db, *[None] * 4
 
 
-_linear = Op("gemm", _gemm, _fake, _save, _backward)
+_linear = Op("gemm", _gemm, _backward, _fake, _save)
 
 
 def _apply(op: str, name: str, x: Tensor, weight: Tensor, bias: Tensor | None, across: bool) -> Tensor:
