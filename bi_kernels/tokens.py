@@ -300,7 +300,7 @@ def training_arguments(op: str, x: torch.Tensor, features: int, **parameters: to
         attributes = ("embedding_main_grad", "main_grad") if op == "embedding" else ("main_grad",)
         found = {name: [getattr(p, a) for a in attributes if hasattr(p, a)] for name, p in trained.items()}
         buffers = [found[name][0] if found.get(name) else None for name in parameters]
-        return _token_layout(x, op, features, bool(trained)), *buffers
+        return _token_layout(x, op, features, len(trained) > 0), *buffers  # torch 2.11 does not trace bool of a dict
     for name, p in trained.items():
         embedding_grad(p) if op == "embedding" else main_grad(op, p, name)
     return layout_for(op, x.shape[: x.dim() - features], bool(trained)), *[None] * len(parameters)

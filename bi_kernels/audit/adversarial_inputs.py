@@ -1,7 +1,5 @@
 """Inputs made of the user's own that show a reordering: spread, cancelling, on the brink of a rounding, resampled."""
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from bi_kernels import contract
@@ -9,27 +7,24 @@ from bi_kernels.audit.compare import ordered
 from bi_kernels.audit.inputs import cancel, generator, powers
 from bi_kernels.contract import SWEEP
 
-if TYPE_CHECKING:
-    from bi_kernels.audit.targets.any_callable import CallableTarget
-
 SCALES = 1.0, 2.0**-5, 2.0**-9, 2.0**-15  # of a share of the features each: all but the first move a result finely
 STEPS = 9  # halvings of the range in which a result changes, for each of the fine shares
 SMALL = 2**14  # numbers in all samples
 NEAR = 64  # ULP that a result may move over that range: what moves further is made of the one element that moved
 
 
-def _floating(t: "CallableTarget", batched: bool) -> dict[str, torch.Tensor]:
+def _floating(t, batched: bool) -> dict[str, torch.Tensor]:
     held = {k: v for k, v in t.values.items() if isinstance(v, torch.Tensor) and k not in t.outputs}
     return {k: v for k, v in held.items() if v.is_floating_point() and (k in t.batched) == batched}
 
 
-def spread(t: "CallableTarget") -> dict:
+def spread(t) -> dict:
     """Returns the arguments with exponents that differ from element to element."""
     scale = lambda k, v: powers(v.shape, -4, 5, generator(v.device, t.seed, k)).to(v.dtype)
     return t.values | {k: v * scale(k, v) for k, v in _floating(t, True).items()}
 
 
-def cancelling(t: "CallableTarget") -> dict:
+def cancelling(t) -> dict:
     """Returns the arguments such that sums over features, and over samples, grow and vanish.
 
     The first batched tensor negates the first half of its features in the second, all others repeat theirs, so that
@@ -55,7 +50,7 @@ def cancelling(t: "CallableTarget") -> dict:
     return out
 
 
-def brink(t: "CallableTarget") -> dict | None:
+def brink(t) -> dict | None:
     """Returns the arguments with every sample where one of its results is about to round to another number: there a
     change in the last bit of a sum in fp32, of any op, changes what is returned in 16 bits. Found by halving, with
     every sample in one call; None where no output has 16 bits."""
@@ -94,7 +89,7 @@ def brink(t: "CallableTarget") -> dict | None:
 KINDS = {"spread": spread, "cancelling": cancelling, "brink": brink}
 
 
-def wanted(t: "CallableTarget") -> int:
+def wanted(t) -> int:
     """Returns how many samples an audit of a target calls for: rows around every tile's edge as far as the sweep goes;
     of a sample with several rows as many fewer, but more where they are small."""
     x = t.values[t.first]
@@ -104,7 +99,7 @@ def wanted(t: "CallableTarget") -> int:
     return min(most, max(most // max(rows, 1), SMALL // max(size, 1)))
 
 
-def resampled(t: "CallableTarget", count: int) -> dict:
+def resampled(t, count: int) -> dict:
     """Returns the arguments with `count` samples: the given ones, then others, each a given one whose numbers are those
     of any given sample at the same place. What is no number, as an id or a mask, stays together."""
     g = generator(t.device, t.seed, "resampled")

@@ -76,8 +76,6 @@ def _linears(*names: str) -> Callable[[str], dict[str, dict]]:
 
 _EVERY = (
     *(Op(name, **row["registry"]) for name, row in CONTRACT["ops"].items() if "registry" in row),
-    Op("gelu_tanh", "elementwise", {"x": "mlp"}, constants={"approximate": "tanh"}, function="gelu"),
-    Op("geglu_tanh", "elementwise", {"gate": "mlp", "up": "mlp"}, constants={"approximate": "tanh"}, function="geglu"),
     Op(
         "clamped_swiglu",
         "elementwise",
