@@ -167,4 +167,4 @@ def test_ours_needs_a_fix_where_it_drifts_or_was_not_run(monkeypatch):
         assert len(rows) == 2 * len(run.told["shapes"]) * len(run.told["rows"])
         bad = [r for r in rows if r.verdict == NEEDS_FIX]
         assert {r.rows for r in bad} == ({1, 2} if wanted else {*run.told["rows"]})
-        assert {(r.tensor, r.gradient) for r in bad} == {("out", ""), ("dx", "input gradients")}
+        assert {(r.tensor, r.side) for r in bad} == {("out", "forward"), ("dx", "input gradients")}

@@ -28,7 +28,7 @@ def current() -> "Call | None":
 class Call(ContextDecorator):
     """The sequences of one call, in rows of `length` tokens behind `past` ones of a cache, or packed in one row.
 
-    The model enters it; call(function), as of any ContextDecorator, is what checkpointing computes again.
+    The model enters it, and so does checkpointing wherever it computes a layer again.
     """
 
     batch: int
@@ -52,6 +52,10 @@ class Call(ContextDecorator):
         token, layout = self._outer.pop()
         _current.reset(token)
         layout.__exit__(*error)
+
+    def within(self, function: Callable) -> Callable:
+        """Wraps a function to run in this call."""
+        return self(function)
 
     @property
     def fresh(self) -> bool:

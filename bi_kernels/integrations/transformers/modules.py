@@ -181,7 +181,7 @@ class Checkpointed(Swapped):
     @property
     def _gradient_checkpointing_func(self) -> Callable:
         stored, call = self.__dict__["_gradient_checkpointing_func"], current()
-        return stored if call is None else lambda function, *given: stored(call(function), *given)
+        return stored if call is None else lambda function, *given: stored(call.within(function), *given)
 
     @_gradient_checkpointing_func.setter
     def _gradient_checkpointing_func(self, function: Callable) -> None:
