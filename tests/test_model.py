@@ -8,7 +8,7 @@ from conftest import assert_same_bits
 
 from bi_kernels.audit.targets.decoder import cached_logprobs
 from bi_kernels.audit.targets.model import ModelTarget, layout_rows
-from bi_kernels.model import CONFIGS, Cache, Decoder, generate, packed
+from bi_kernels.model import CONFIGS, Cache, Decoder, generate, packed, padded
 from helpers.whole_model import shares
 
 LENGTHS = [5, 1, 17, 33, 9]
@@ -47,11 +47,16 @@ def test_gradients_of_a_step_on_a_rollout_are_compared(moved):
 
 
 @torch.no_grad()
-def test_chunks_of_untied_weights_biases_and_a_window_give_the_logprobs_of_one_call():
+def test_chunks_and_left_padding_with_biases_and_a_window_give_the_logprobs_of_one_call():
     model = Decoder(dataclasses.replace(CONFIG, tied=False, qk_norm=False, qkv_bias=True, window=8))
     expected, _ = model.logprobs(IDS, TARGETS, packed(LENGTHS, "cpu"))
     assert len(expected.unique()) > len(expected) // 2
     assert_same_bits(cached_logprobs(model, LENGTHS, IDS, TARGETS, 7, [0] * len(LENGTHS)), expected)
+    width = 40
+    real = torch.arange(width) >= width - torch.tensor(LENGTHS)[:, None]
+    ids, targets = (torch.zeros(real.shape, dtype=torch.long).masked_scatter(real, t) for t in (IDS, TARGETS))
+    found, _ = model.logprobs(ids, targets, padded(LENGTHS, width, "cpu", left=True))
+    assert_same_bits(found[real], expected)
 
 
 def test_a_cache_that_is_full_says_so():

@@ -293,7 +293,7 @@ def test_autocast_of_fp32_weights_changes_no_bit_between_splits():
 def test_checkpointing_without_the_call_is_refused(monkeypatch):
     from bi_kernels.integrations.transformers.layout import Call
 
-    monkeypatch.setattr(Call, "within", lambda call, function: function)
+    monkeypatch.setattr(Call, "__call__", lambda call, function: function)
     model = applied().train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     with pytest.raises(ValueError, match="called"):
