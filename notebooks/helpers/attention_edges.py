@@ -187,7 +187,7 @@ def widths(session, case: str) -> list[Row]:
     s = replace(own, problem=replace(own.problem, op=op, case=case), own_lengths=(n, 1, n // 11, 5))
     *layouts, decode = WIDE_LAYOUTS
     calls = [*parts(n, 2, 1), *(Call(x[None]) for x in spans(s.lengths)[1:])]
-    rows = judge.by_layout(s, only=layouts)
+    rows = [*judge.by_layout(s, only=layouts)]
     rows += against_one_call(s, decode, calls, lambda: s.layout("packed"))
     step = Step(s, CANCELLING, s.lengths)
     whole = cache(lambda: step.gradients(step.layouts["packed"]))
