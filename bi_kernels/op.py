@@ -22,7 +22,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from bi_kernels.checks import INFERENCE
-from bi_kernels.compat import is_fake, is_transformed
+from bi_kernels.compat import apply_of, is_fake, is_transformed
 
 
 def _custom_op(name: str, function: Callable, fake: Callable, mutates: Sequence[str] = ()) -> Callable:
@@ -39,6 +39,11 @@ def _custom_op(name: str, function: Callable, fake: Callable, mutates: Sequence[
     return made
 
 
+def _is_traced(args: tuple) -> bool:
+    """Tells whether torch.compile traces what is called with these; its first tracers do not say so in a backward."""
+    return torch.compiler.is_compiling() or is_fake(args[0])
+
+
 def writes(*outputs: str) -> Callable:
     """Decorates a launcher, which returns nothing and writes to the tensors of these names, so that torch.compile sees
     a custom op. Arguments without annotation are tensors or None."""
@@ -49,7 +54,7 @@ def writes(*outputs: str) -> Callable:
 
         @wraps(function)
         def call(*args) -> None:
-            (opaque if torch.compiler.is_compiling() else function)(*args)
+            (opaque if _is_traced(args) else function)(*args)
 
         return call
 
@@ -103,13 +108,13 @@ class Op:
 
         methods = {"forward": forward, "backward": once_differentiable(backward)}
         function = type(name, (torch.autograd.Function,), {n: staticmethod(f) for n, f in methods.items()})
-        self._differentiable = function.apply
+        self._differentiable = apply_of(function)
         of_list = lambda ctx, grads: backward(ctx, *grads)
         self._opaque.register_autograd(of_list if several else backward, setup_context=saved)
 
     def raw(self, *args):
         """Launches, within a backward."""
-        return self._opaque(*args, *self._untrained) if torch.compiler.is_compiling() else self.launch(*args)
+        return self._opaque(*args, *self._untrained) if _is_traced(args) else self.launch(*args)
 
     def __call__(self, *args, training: Callable[[], tuple] | None = None):
         """Calls the launcher: directly, under autograd where a gradient is wanted, or as a custom op. training: returns

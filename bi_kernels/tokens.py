@@ -240,11 +240,12 @@ def layout_for(op: str, lead: Sequence[int], trains: bool = True) -> TokenLayout
     return dense(max(sequences, 1), length if sequences else 0, not outer)
 
 
-def warn_unlaid_micro_batch(op: str, layout: "TokenLayout", buffer: torch.Tensor | None) -> None:
+def warn_unlaid_micro_batch(op: str, layout: "TokenLayout", *parameters: torch.Tensor | None) -> None:
     """Warns of a micro-batch that goes on with a step's fold, and whose sequences nobody told."""
-    if not isinstance(layout, TokenLayout) or not layout.is_inferred or not hasattr(buffer, "of_step"):
+    if not isinstance(layout, TokenLayout) or not layout.is_inferred:
         return  # what is computed again may have none
-    if getattr(buffer, "zeros_at", None) != (id(buffer), buffer._version):
+    buffers = [getattr(p, "main_grad", None) for p in parameters]
+    if any(hasattr(b, "of_step") and getattr(b, "zeros_at", None) != (id(b), b._version) for b in buffers):
         warnings.warn(
             f"{op}: another micro-batch of (tokens, features) without a token layout, which is taken for one sequence, "
             "so that gradients depend on the split; expected the forward inside `with TokenLayout.packed(cu_seqlens)`",
@@ -295,15 +296,21 @@ def embedding_grad(weight: torch.Tensor) -> torch.Tensor | None:
 def training_arguments(op: str, x: torch.Tensor, features: int, **parameters: torch.Tensor | None) -> tuple:
     """Returns the layout of x's tokens, whose last dimensions are features, and of each parameter the buffer that
     torch.compile must know of; else None, for a backward looks it up."""
-    trained = {name: p for name, p in parameters.items() if p is not None and p.requires_grad}
+    trains = False
     if torch.compiler.is_compiling():
         attributes = ("embedding_main_grad", "main_grad") if op == "embedding" else ("main_grad",)
-        found = {name: [getattr(p, a) for a in attributes if hasattr(p, a)] for name, p in trained.items()}
-        buffers = [found[name][0] if found.get(name) else None for name in parameters]
-        return _token_layout(x, op, features, len(trained) > 0), *buffers  # torch 2.11 does not trace bool of a dict
-    for name, p in trained.items():
-        embedding_grad(p) if op == "embedding" else main_grad(op, p, name)
-    return layout_for(op, x.shape[: x.dim() - features], bool(trained)), *[None] * len(parameters)
+        buffers = []
+        for p in parameters.values():
+            trained = p is not None and p.requires_grad
+            found = [getattr(p, a) for a in attributes if hasattr(p, a)] if trained else []
+            buffers.append(found[0] if found else None)
+            trains = trains or trained
+        return _token_layout(x, op, features, trains), *buffers
+    for name, p in parameters.items():
+        if p is not None and p.requires_grad:
+            trains = True
+            embedding_grad(p) if op == "embedding" else main_grad(op, p, name)
+    return layout_for(op, x.shape[: x.dim() - features], trains), *[None] * len(parameters)
 
 
 @torch.library.custom_op("bi_kernels::token_layout", mutates_args=())

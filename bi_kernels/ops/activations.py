@@ -139,7 +139,7 @@ def _launch(op: str, x, up, limit: float, alpha: float, offset: float) -> Tensor
 
 
 @writes("dx", "d_up")
-def _gradient(op: str, x, up, dy, dx, d_up, limit: float, alpha: float, offset: float) -> None:
+def _gradient(x, up, dy, dx, d_up, op: str, limit: float, alpha: float, offset: float) -> None:
     n, given = x.numel(), (x.contiguous(), None if up is None else up.contiguous(), dy.contiguous(), dx, d_up)
     if n:
         _gradient_kernel[(triton.cdiv(n, BLOCK),)](*given, limit, alpha, offset, n, OP=op, **OPTIONS)
@@ -154,7 +154,7 @@ def _backward(ctx, dy):
     x, up = ctx.saved_tensors
     new = lambda: torch.empty_like(x, memory_format=torch.contiguous_format)
     dx, d_up = (new() if needed else None for needed in ctx.needs_input_grad[1:3])
-    _gradient(ctx.op, x, up, dy, dx, d_up, *ctx.numbers)
+    _gradient(x, up, dy, dx, d_up, ctx.op, *ctx.numbers)
     return None, dx, d_up, None, None, None
 
 

@@ -23,14 +23,7 @@ from bi_kernels.ops.gemm.hopper_cublaslt import LIBRARY, serves, waves
 from bi_kernels.ops.gemm.hopper_cublaslt import launch as launch_library
 from bi_kernels.ops.gemm.kernel import FP32_TILE, launch
 from bi_kernels.ops.gemm.launch_cache import cached_launch
-from bi_kernels.tokens import (
-    consume_zero_flag,
-    gradient_of,
-    layout_of,
-    main_grad,
-    training_arguments,
-    warn_unlaid_micro_batch,
-)
+from bi_kernels.tokens import consume_zero_flag, gradient_of, layout_of, training_arguments, warn_unlaid_micro_batch
 
 # of the interpreter, where a program costs more than what it computes
 FEW_ROWS, MANY_ROWS = Tile(64, 64, 64, 4, 4), Tile(128, 64, 64, 4, 8)
@@ -182,9 +175,8 @@ _linear = Op("gemm", _gemm, _backward, _fake, _save)
 def _apply(op: str, name: str, x: Tensor, weight: Tensor, bias: Tensor | None, across: bool) -> Tensor:
     def training() -> tuple:
         layout, *buffers = training_arguments(op, x, 1, **{name: weight, "bias": bias})
-        for label, parameter in ((name, weight), ("bias", bias)):
-            if parameter is not None and parameter.requires_grad and not torch.compiler.is_compiling():
-                warn_unlaid_micro_batch(op, layout, main_grad(op, parameter, label))
+        if not torch.compiler.is_compiling():
+            warn_unlaid_micro_batch(op, layout, *[p for p in (weight, bias) if p is not None and p.requires_grad])
         return layout, *buffers
 
     return _linear(x, weight, bias, across, training=training)
