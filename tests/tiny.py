@@ -5,9 +5,8 @@ rule can know.
 """
 
 import dataclasses
+import functools
 import re
-from collections.abc import Iterator
-from contextlib import suppress
 
 import torch
 import transformers as hf
@@ -66,6 +65,7 @@ CHANGES: dict[str, dict] = {  # ...: the configuration's own default
     "hrm_text": {"num_hidden_layers": 1},
     "hunyuan_v1_moe": {"num_experts": 8, "moe_topk": 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "longcat_flash": {"head_dim": 8, "num_key_value_heads": 4},
     "mamba2": {"num_heads": 8, "head_dim": 16},
@@ -76,35 +76,33 @@ CHANGES: dict[str, dict] = {  # ...: the configuration's own default
     "xmod": {"default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
 }  # fmt: skip
-SKIPPED = {
-    "blt": "reads bytes in patches that another model cuts",
-    "fuyu": "multimodal",
+LEFT_OUT = {
+    "blt": "reads bytes, in patches that another model cuts",
     "gemma4_assistant": "drafts for another model, whose keys it reads",
     "gemma4_unified_assistant": "drafts for another model, whose keys it reads",
-    "git": "multimodal",
-    "mllama": "multimodal",
-    "phi4_multimodal": "multimodal",
-    "xlstm": "recurrent, and needs the package xlstm",
+    "xlstm": "recurrent",
 }
 
 
-def families() -> dict[str, type[hf.PreTrainedModel] | str]:
-    """Returns the causal language models of the installed Transformers by model type, each class with each of its
-    configurations once; a sentence in place of a class that is no text decoder."""
+@functools.cache
+def families() -> dict[str, str]:
+    """Returns the causal language models of the installed Transformers: the name of each class by model type, each
+    class with each of its configurations once. A class that is no text decoder is left out; see `left_out`."""
     found = {}
     for name, cls in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():
-        model, config = getattr(hf, cls), CONFIG_MAPPING[name]
-        if name in SKIPPED:
-            found[name] = SKIPPED[name]
-        elif "text_config" in config.sub_configs and model.config_class is not config:
-            continue  # its text_config is a family of the mapping
-        elif cls.endswith("ForConditionalGeneration") or {"vision_config", "audio_encoder_config", "audio_encoder"} & set(
-            config.sub_configs
-        ):
-            found[name] = "multimodal"
-        elif not any(model is m and config is CONFIG_MAPPING[n] for n, m in found.items()):
-            found[name] = model
+        config = CONFIG_MAPPING[name]
+        parts = {"text_config", "vision_config", "audio_encoder", "audio_encoder_config"} & set(config.sub_configs)
+        same = config.model_type != name and config.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        if name not in LEFT_OUT and not parts and not same:
+            found[name] = cls
     return found
+
+
+def left_out() -> dict[str, str]:
+    """Returns why each other model type of the mapping is no family of this loop."""
+    classes = set(families().values())
+    others = {n: c for n, c in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if n not in families() and c not in classes}
+    return {n: LEFT_OUT.get(n, "multimodal") for n in others}
 
 
 def tiny(name: str, layers: int = LAYERS) -> hf.PreTrainedConfig:
@@ -159,7 +157,7 @@ def built(name: str, layers: int = LAYERS, dtype: torch.dtype = torch.bfloat16) 
     """Returns a model of a family with random weights, the same in every call; norms and biases are drawn too."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = families()[name]._from_config(tiny(name, layers), dtype=dtype)
+        model = getattr(hf, families()[name])._from_config(tiny(name, layers), dtype=dtype)
         for n, t in [*model.named_parameters(), *model.named_buffers()]:
             if any(kept in n for kept in model._keep_in_fp32_modules_strict or ()):
                 t.data = t.data.float()
@@ -177,3 +175,8 @@ def draw(model: nn.Module) -> None:
         done.add(id(p))
         noise = torch.randn(p.shape, dtype=torch.float32) / 10
         p.copy_(noise if p.dim() > 1 and float(p.float().std()) > 0 else p.float() + noise)
+
+
+def is_mixture(model: nn.Module) -> bool:
+    """Tells whether a model routes tokens to experts, by the names of its classes."""
+    return any("Experts" in type(m).__name__ for m in model.modules())
