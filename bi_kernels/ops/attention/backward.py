@@ -82,17 +82,17 @@ def attention_backward(
     wide = schedule.fp32 if q.dtype == torch.float32 else schedule.wide_backward if max(shape["D"], shape["DV"]) > 128 else None
     keys, queries = wide or schedule.keys, wide or schedule.queries
     hopper = schedule.hopper and not (window or chunk) and fits_hopper(q, k, v) and d_out.data_ptr() % 16 == 0
-    told = where, causal, log2_scale, scale, steep
+    told = where, causal, log2_scale, scale
     if dk is not None and hopper:
         from bi_kernels.ops.attention.hopper.keys import keys_backward  # noqa: PLC0415  (the interpreter knows no Gluon)
 
-        keys_backward(*inputs, dk, dv, *told, max_tiles(len(k), count, 128), room)
+        keys_backward(*inputs, dk, dv, *told, max_tiles(len(k), count, 128), room, steep)
     elif dk is not None:
         run(keys_backward_kernel, keys, len(k), keys.columns, dk, dv)
     if dq is not None and hopper:
         from bi_kernels.ops.attention.hopper.queries import queries_backward  # noqa: PLC0415  (as above)
 
-        queries_backward(*inputs, dq, *told, max_tiles(tokens * shape["GROUP"], count, 128), room)
+        queries_backward(*inputs, dq, *told, max_tiles(tokens * shape["GROUP"], count, 128), room, steep)
     elif dq is not None:
         run(queries_backward_kernel, queries, tokens * shape["GROUP"], queries.rows, dq)
 

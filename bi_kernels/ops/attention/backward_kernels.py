@@ -39,13 +39,15 @@ def _probability(score, scale, log_sum):
 
 
 @triton.jit
-def _slopes(score, scale, steep, log_sum):
-    """Returns the probabilities and the slope of the scores, whose cap is one of tanh."""
-    slope = 1.0
+def _probabilities(score, scale, steep, log_sum):
+    """Returns the probabilities, and those times the slope of a cap."""
     if steep is not None:
         score = capped(score, steep)
-        slope = 1.0 - score * score
-    return _probability(score, scale, log_sum), slope
+    p = _probability(score, scale, log_sum)
+    weight = p
+    if steep is not None:
+        weight = p * (1.0 - score * score)
+    return p, weight
 
 
 @triton.jit
@@ -85,10 +87,8 @@ def _keys_step(
     do = tl.load(d_out + at[:, None] * wide + d[None, :], mask=there, other=0.0)
     log_sum = tl.load(lse + at, mask=inside, other=0.0) * 1.4426950408889634
     less = tl.load(delta + at, mask=inside, other=0.0)
-    p, slope = _slopes(tl.dot(k_tile, qt.T, input_precision="ieee"), scale, steep, log_sum[None, :])
-    ds = p * (tl.dot(v_tile, do.T, input_precision="ieee") - less[None, :])
-    if steep is not None:
-        ds *= slope
+    p, weight = _probabilities(tl.dot(k_tile, qt.T, input_precision="ieee"), scale, steep, log_sum[None, :])
+    ds = weight * (tl.dot(v_tile, do.T, input_precision="ieee") - less[None, :])
     if MASKED:
         visible = seen(key, token + length - queries, length, window, CAUSAL, WINDOW)
         p, ds = tl.where(visible.T, p, 0.0), tl.where(visible.T, ds, 0.0)
@@ -258,10 +258,8 @@ def _queries_step(
         if MASKED:
             there &= (key < length)[:, None]
     vt = tl.load(v + kv[:, None] * stride_v + d[None, :], mask=there, other=0.0)
-    p, slope = _slopes(tl.dot(qt, kt.T, input_precision="ieee"), scale, steep, log_sum[:, None])
-    ds = p * (tl.dot(do, vt.T, input_precision="ieee") - less[:, None])
-    if steep is not None:
-        ds *= slope
+    _, weight = _probabilities(tl.dot(qt, kt.T, input_precision="ieee"), scale, steep, log_sum[:, None])
+    ds = weight * (tl.dot(do, vt.T, input_precision="ieee") - less[:, None])
     if MASKED:
         ds = tl.where(seen(key, position, length, window, CAUSAL, WINDOW), ds, 0.0)
     return tl.dot(ds.to(kt.dtype), kt, dq, input_precision="ieee")
