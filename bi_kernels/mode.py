@@ -23,11 +23,11 @@ from torch.overrides import TorchFunctionMode
 
 import bi_kernels as bi
 from bi_kernels.ops.gemm.gemm import _apply as gemm
-from bi_kernels.ops.gemm.gemm import fold_bias, product
+from bi_kernels.ops.parameter_fold import fold_elementwise
+from bi_kernels.ops.rows import row_sums
 from bi_kernels.tokens import TokenLayout, current_layout, dense, layout_for
 
 OP = "batch_invariant_mode"
-FEW = 64  # numbers that are added one after another where they do not lie side by side
 FLOATS = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -131,7 +131,8 @@ def _cast(mode: batch_invariant_mode, func: Callable, p: object, *args, **kwargs
 
 def _item(mode: batch_invariant_mode, func: Callable, t: Tensor, at: object):
     if not is_parameter(t):
-        return NotImplemented
+        picks = [i for i in (at if isinstance(at, tuple) else (at,)) if isinstance(i, Tensor) and i.dim()]
+        return _copied(mode, func, t) if any(i.dtype != torch.bool for i in picks) else NotImplemented
     if isinstance(at, Tensor) and not at.is_floating_point() and at.dtype != torch.bool and t.dim() == 2:
         return _embedding(mode, func, at, t)
     return _view(mode, func, t, at)
@@ -198,7 +199,8 @@ class _Expanded(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         if ctx.parameter is not None:
-            return _folded(grad, ctx.parameter, ctx.layout), None, None
+            folded = _folded(grad, ctx.parameter, ctx.layout)
+            return None if folded is None else folded.view(ctx.shape), None, None
         wanted = (1,) * (grad.dim() - len(ctx.shape)) + tuple(ctx.shape)
         summed = [at for at in range(grad.dim()) if wanted[at] == 1 and grad.shape[at] != 1]
         return (_total(grad, summed, grad.dtype) if summed else grad).reshape(ctx.shape), None, None
@@ -207,16 +209,22 @@ class _Expanded(torch.autograd.Function):
 def _folded(grad: Tensor, parameter: Tensor, layout: TokenLayout) -> Tensor | None:
     """Returns the gradient of a parameter that was broadcast to grad's shape, or adds it to its main_grad: summed over
     features within a token, then folded over tokens in the layout's order."""
-    shape = (1,) * (grad.dim() - parameter.dim()) + tuple(parameter.shape)
     lead = leading(grad.shape, layout.rows)
     if lead is None and grad.dim() > 3 and grad.shape[0] * grad.shape[2] == layout.rows:  # (batch, heads, length, D)
-        grad, shape, lead = grad.transpose(1, 2), (shape[0], shape[2], shape[1], *shape[3:]), 2
+        grad, lead = grad.transpose(1, 2), 2
+        parameter = parameter if parameter.dim() < 3 else _without(parameter, -2)
     if lead is None:  # rows that are not the call's tokens
         lead = grad.dim() - parameter.dim()
         layout = dense(1, grad.shape[:lead].numel())
-    summed = [at for at in range(lead, grad.dim()) if shape[at] == 1 and grad.shape[at] != 1]
-    grad = _total(grad, summed, torch.float32) if summed else grad.float()
-    return fold_bias(OP, grad.reshape(-1, parameter.numel()), parameter, layout, "a parameter")
+    return fold_elementwise(OP, grad.flatten(0, lead - 1), parameter, layout, name="a parameter")
+
+
+def _without(parameter: Tensor, dim: int) -> Tensor:
+    """Returns a parameter, whose gradient is to be folded, without a dimension of size 1."""
+    out = parameter.detach().squeeze(dim)
+    if (main_grad := getattr(parameter, "main_grad", None)) is not None:
+        out.main_grad = main_grad.squeeze(dim)
+    return out
 
 
 def leading(shape: torch.Size, rows: int) -> int | None:
@@ -232,21 +240,9 @@ def leading(shape: torch.Size, rows: int) -> int | None:
 
 def _total(x: Tensor, dims: list[int], dtype: torch.dtype, scale: float = 1.0) -> Tensor:
     """Sums dimensions of x, kept with size 1, times scale: in fp32, rounded once to dtype; without autograd."""
-    count = torch.Size(x.shape[d] for d in dims).numel()
-    if len(dims) == 1 and count <= FEW and dims[0] != x.dim() - 1:
-        first, *rest = x.unbind(dims[0])
-        total = first.float()
-        for part in rest:
-            total = total + part
-        total = total.unsqueeze(dims[0])
-    elif not x.numel():
-        return x.sum(dims, keepdim=True, dtype=dtype)
-    else:
-        kept = [d for d in range(x.dim()) if d not in dims]
-        rows = x.permute(*kept, *dims).reshape(-1, count)
-        total = product(rows, rows.new_ones(1, count), out_dtype=torch.float32)
-        total = total.view([1 if d in dims else x.shape[d] for d in range(x.dim())])
-    return (total if scale == 1.0 else total * scale).to(dtype)
+    kept, count = [d for d in range(x.dim()) if d not in dims], torch.Size(x.shape[d] for d in dims).numel()
+    total = row_sums(x.permute(*kept, *dims).reshape(-1, count), scale, dtype)
+    return total.view([1 if d in dims else x.shape[d] for d in range(x.dim())])
 
 
 class _Sum(torch.autograd.Function):
@@ -291,6 +287,8 @@ def _normalize(mode, func, x, p=2.0, dim=1, eps=1e-12, out=None):
 
 
 def _softmax(name: str) -> Callable:
+    op = getattr(bi, name)
+
     def route(mode, func, x, dim=None, _stacklevel=3, dtype=None):
         if not isinstance(dim, int) or x.dim() == 0:
             return _unknown(mode, func)
@@ -298,7 +296,7 @@ def _softmax(name: str) -> Callable:
         x = x if dtype is None else x.to(dtype)
         if x.dtype not in FLOATS:
             return _unknown(mode, func)
-        return getattr(bi, name)(x.movedim(dim, -1)).movedim(-1, dim)
+        return op(x.movedim(dim, -1)).movedim(-1, dim)
 
     return route
 
@@ -421,9 +419,7 @@ def _embedding(
         return bi.embedding(ids, weight, padding_idx)
 
 
-def _attention(
-    mode, func, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
-):
+def _attention(mode, func, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
     known = attn_mask is None and not dropout_p and q.dim() == 4 and (not is_causal or q.shape[2] == k.shape[2])
     if not known or q.dtype not in FLOATS or max(q.shape[-1], v.shape[-1]) > 256:
         return _unknown(mode, func)
@@ -460,6 +456,11 @@ def _exact(mode, func, x, *args, **kwargs):
     return _unknown(mode, func) if x.is_floating_point() else NotImplemented
 
 
+def _copied(mode, func, x, *args, **kwargs):
+    """What may copy an element several times, whose gradients PyTorch adds up."""
+    return _unknown(mode, func) if x.requires_grad and torch.is_grad_enabled() else NotImplemented
+
+
 def _dropout(mode, func, x, p=0.5, training=True, inplace=False):
     return _unknown(mode, func) if p and (training or mode.in_trial) else NotImplemented
 
@@ -472,7 +473,7 @@ _BY_NAME: dict[str, Callable | None] = {
     "scaled_dot_product_attention": _attention, "cross_entropy": _cross_entropy, "sort": _sort, "argsort": _sort,
     "topk": _topk, "dropout": _dropout, "__getitem__": _item, "expand": _expand, "expand_as": _expand,
     "broadcast_to": _expand, "cumsum": _exact, "prod": _exact, "cumprod": _exact, "index_add": _exact,
-    "index_add_": _exact, "scatter_add": _exact, "scatter_add_": _exact,
+    "index_add_": _exact, "repeat": _copied, "repeat_interleave": _copied, "index_select": _copied, "scatter_add": _exact, "scatter_add_": _exact,
 }  # fmt: skip
 _VIEWS = "view reshape unsqueeze squeeze t transpose permute flatten unflatten chunk split unbind narrow select view_as"
 _CASTS = "to float half bfloat16 type type_as contiguous"
@@ -490,7 +491,7 @@ __eq__ __ne__ __lt__ __le__ __gt__ __ge__ eq ne lt le gt ge greater less logical
 __and__ __or__ __xor__ __invert__ __rand__ __ror__ bitwise_and bitwise_or bitwise_not isnan isinf isfinite
 __floordiv__ __rfloordiv__ __mod__ __lshift__ __rshift__ isin
 cat concat stack hstack vstack tensor_split split_with_sizes movedim moveaxis swapaxes swapdims mT tile roll flip rot90
-pad tril triu tril_ triu_ diagonal diag repeat
+pad tril triu tril_ triu_ diagonal diag
 clone detach contiguous_ copy_ fill_ zero_ zeros_like ones_like empty_like full_like rand_like new_zeros new_ones
 new_empty new_full new_tensor zeros ones empty full arange tensor as_tensor linspace scalar_tensor from_numpy
 any all max min amax amin argmax argmin nonzero one_hot histc bincount searchsorted bucketize unique_consecutive count_nonzero
@@ -498,11 +499,11 @@ cpu cuda int long bool double numpy item tolist __len__ __bool__ __int__ __float
 __repr__ __format__ __str__ __iter__ size stride dim ndimension numel nelement element_size storage_offset data_ptr
 is_floating_point is_complex is_contiguous is_floating get_device is_pinned is_inference requires_grad_ has_names
 register_hook retain_grad backward is_same_size is_tensor is_storage untyped_storage storage __setattr__ __delattr__
-__setitem__ gather take_along_dim index_select broadcast_tensors meshgrid outer polar view_as_complex view_as_real
+__setitem__ gather take_along_dim broadcast_tensors meshgrid outer polar view_as_complex view_as_real
 scatter scatter_ masked_scatter complex real imag equal allclose cumsum_ result_type promote_types finfo
-is_grad_enabled set_grad_enabled is_autocast_enabled _assert_async _assert
+is_grad_enabled set_grad_enabled _set_grad_enabled no_grad enable_grad is_autocast_enabled _assert_async _assert
 """
-_NAMESPACES = torch, torch.Tensor, F, torch._C._nn, torch.linalg, torch.special
+_NAMESPACES = torch, torch.Tensor, torch._C, F, torch._C._nn, torch.linalg, torch.special
 ROUTES: dict[Callable, Callable | None] = {}
 for _names, _route in ((_PASSED, None), (_BROADCAST, _elementwise), (_VIEWS, _view), (_CASTS, _cast)):
     _BY_NAME |= dict.fromkeys(set(_names.split()) - _BY_NAME.keys(), _route)

@@ -38,7 +38,9 @@ def padding_mask(
     Raises ValueError for a mask that is more than causal, of a window, of chunks and of padding."""
     parts = {part.__qualname__ for part in _parts(mask_function)}
     if unknown := sorted(parts - KNOWN_MASKS):
-        raise ValueError(f"attention: its mask is made by {unknown[0]}, expected a causal one, of a window or of chunks")
+        raise ValueError(
+            f"attention: its mask is made by {unknown[0]}, expected a causal one, of a window or of chunks"
+        )
     if CHUNKED not in parts:
         return attention_mask
     mask = attention_mask
@@ -70,11 +72,22 @@ def _stored(t: Tensor) -> tuple[Tensor, int]:
 
 
 def _run(
-    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, causal: bool, scale: float | None, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: Sequences,
+    causal: bool,
+    scale: float | None,
+    window: int | None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
-    """Returns the output (tokens, heads, D) of q (tokens, heads, D)."""
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return attend(Arguments(q, k, v, sequences, causal, scale, window or 0, q.shape))[0]
+    """Returns the output (tokens, heads, D of v) of q (tokens, heads, D)."""
+    scale, shape = q.shape[-1] ** -0.5 if scale is None else float(scale), q.shape
+    return attend(Arguments(q, k, v, sequences, causal, scale, window or 0, shape, sinks, soft_cap or 0.0, chunk or 0))[
+        0
+    ]
 
 
 def _autocast(*given: Tensor) -> list[Tensor]:
@@ -132,6 +145,9 @@ def paged_attention(
     cache: object,
     scale: float | None = None,
     window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    chunk: int | None = None,
     **given,
 ) -> Tensor:
     """Returns the output of a step of continuous batching for q, k and v (1, tokens, heads, D).
@@ -164,8 +180,9 @@ def paged_attention(
         else:
             sequences = Sequences(*where, None, 0, longest, False, False)
         call.paged["known"][key] = sequences
-    out = _run(q.reshape(-1, *q.shape[-2:]), k, v, call.paged["known"][key], True, scale, window)
-    return out.view(q.shape)
+    sequences, more = call.paged["known"][key], (soft_cap, sinks, chunk)
+    out = _run(q.reshape(-1, *q.shape[-2:]).contiguous(), k, v, sequences, True, scale, window, *more)
+    return out.view(*q.shape[:-1], v.shape[-1])
 
 
 def interface(

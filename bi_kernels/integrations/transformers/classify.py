@@ -101,6 +101,11 @@ def _draws(module: nn.Module) -> bool:
     return isinstance(p, float | int) and p > 0 and not isinstance(module, PreTrainedModel)
 
 
+def _is_experts(module: nn.Module) -> bool:
+    """Tells whether a module's forward is what Transformers' experts interface says."""
+    return hasattr(type(module), "_apply_gate") and hasattr(module, "_is_expert_parallel")
+
+
 def _is_activation(module: nn.Module) -> bool:
     """Tells whether a module is an elementwise activation of torch or Transformers, without parameters."""
     sums = (nn.MultiheadAttention, nn.Softmax, nn.Softmax2d, nn.Softmin, nn.LogSoftmax)
@@ -130,6 +135,7 @@ BY_CLASS |= {nn.Linear: lambda m: (modules.Linear, ""), nn.Embedding: _embedding
 BY_PROPERTY: tuple[tuple[Callable[[nn.Module], bool], Rule], ...] = (
     (_is_rms_norm, lambda m: (modules.RMSNorm, "")),
     (lambda m: isinstance(m, PreTrainedModel), _model),
+    (_is_experts, lambda m: (modules.Experts, "")),
     (_follows_batch, lambda m: (None, f"rope_type {m.rope_type!r} follows the longest sequence of the batch")),
     (_draws, lambda m: (None, DRAWS.format(m.attention_dropout))),
     (lambda m: isinstance(m, GradientCheckpointingLayer), lambda m: (modules.Checkpointed, UNKNOWN)),

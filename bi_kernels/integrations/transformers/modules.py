@@ -17,6 +17,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import bi_kernels as bi
 from bi_kernels.integrations.transformers.attention import NAME, PAGED, attention, paged_attention
+from bi_kernels.integrations.transformers.experts import experts_forward
 from bi_kernels.integrations.transformers.gradients import Folds
 from bi_kernels.integrations.transformers.layout import arguments, current, read
 from bi_kernels.integrations.transformers.routing import ROUTED, Routed, routed
@@ -98,6 +99,14 @@ class RMSNorm(Swapped):
         eps = torch.finfo(x.dtype).eps if eps is None else eps
         with _rows(lead):
             return _ended(norm(x.to(dtype), folds.cast(self.weight, dtype), eps), folds, alone)
+
+
+class Experts(Swapped):
+    """grouped_linear, and a combination in the experts' order"""
+
+    @_unrouted
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return experts_forward(self, hidden_states, top_k_index, top_k_weights)
 
 
 class MLP(Swapped):

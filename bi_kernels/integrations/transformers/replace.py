@@ -16,7 +16,7 @@ from bi_kernels.integrations.transformers.routing import ROUTED, Routed, Trial
 from bi_kernels.integrations.transformers.swap import PARTS, Swapped, remember_parts, swapped
 from bi_kernels.parallel.tensor import TensorParallel
 
-PARAMETERS = (modules.Linear, modules.Embedding, modules.RMSNorm)
+PARAMETERS = (modules.Linear, modules.Embedding, modules.RMSNorm, modules.Experts)
 
 
 def _check(model: nn.Module) -> None:
@@ -106,7 +106,12 @@ def apply(
         _swap(named, plan, done)
         if any(why == UNKNOWN for _, why in plan.values()):
             trial = Trial(model)
-            if not trial.error:
+            if trial.error:
+                _undo(done)
+                plan, done = {name: _as_known(answer, trial) for name, answer in plan.items()}, []
+                _swap(named, plan, done)
+                trial = None
+            else:
                 plan = {name: tried(named[name], answer, trial) for name, answer in plan.items()}
                 _swap(named, plan, done, trial)
         report = _reported(model, plan, trial)
@@ -145,6 +150,13 @@ def _swap(named: dict, plan: dict, done: list[nn.Module], trial: Trial | None = 
     for module in done if trial is None else ():
         if isinstance(module, modules.LanguageModel):
             module.set_attn_implementation(NAME)
+
+
+def _as_known(answer: tuple, trial: Trial) -> tuple:
+    """Returns the answer for a module of a model whose trial call failed: its attention stays PyTorch's."""
+    kind, why = answer
+    kind = modules.Model if kind is modules.LanguageModel and why else kind
+    return kind, f"{why}, and a trial call raised {trial.error}" if why == UNKNOWN else why
 
 
 def _answer(report: Report, strict: bool) -> None:

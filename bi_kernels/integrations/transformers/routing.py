@@ -92,11 +92,13 @@ class Trial(ModelMode):
 
     def meets_routed(self, name: str) -> None:
         """Counts a function of the module whose code runs."""
-        self.functions[self._within[-1]][name] += 1
+        if self._within:
+            self.functions[self._within[-1]][name] += 1
 
     def meets_unknown(self, name: str) -> None:
         """Counts a function of the module whose code runs."""
-        self.unknown[self._within[-1]][name] += 1
+        if self._within:
+            self.unknown[self._within[-1]][name] += 1
 
     def _enter(self, module: nn.Module, *_) -> None:
         self._within.append(module)
