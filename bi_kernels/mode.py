@@ -31,7 +31,7 @@ OP = "batch_invariant_mode"
 FLOATS = torch.bfloat16, torch.float16, torch.float32
 
 
-class batch_invariant_mode(TorchFunctionMode):  # noqa: N801  (a context manager, named like torch's)
+class batch_invariant_mode(TorchFunctionMode):
     """Routes PyTorch's reductions to this package's ops in this thread, until it is left.
 
     strict: raises ValueError at a function whose result for a token may depend on the batch and which has no route.
@@ -456,6 +456,13 @@ def _exact(mode, func, x, *args, **kwargs):
     return _unknown(mode, func) if x.is_floating_point() else NotImplemented
 
 
+def _smooth(mode, func, x, *args, **kwargs):
+    """A function that a CPU computes by other code at the end of a tensor, one ULP apart: in fp64, rounded once."""
+    if x.device.type != "cpu" or x.dtype not in FLOATS or kwargs.get("out") is not None:
+        return NotImplemented
+    return func(x.double(), *args, **{k: v for k, v in kwargs.items() if k != "inplace"}).to(x.dtype)
+
+
 def _copied(mode, func, x, *args, **kwargs):
     """What may copy an element several times, whose gradients PyTorch adds up."""
     return _unknown(mode, func) if x.requires_grad and torch.is_grad_enabled() else NotImplemented
@@ -473,7 +480,8 @@ _BY_NAME: dict[str, Callable | None] = {
     "scaled_dot_product_attention": _attention, "cross_entropy": _cross_entropy, "sort": _sort, "argsort": _sort,
     "topk": _topk, "dropout": _dropout, "__getitem__": _item, "expand": _expand, "expand_as": _expand,
     "broadcast_to": _expand, "cumsum": _exact, "prod": _exact, "cumprod": _exact, "index_add": _exact,
-    "index_add_": _exact, "repeat": _copied, "repeat_interleave": _copied, "index_select": _copied, "scatter_add": _exact, "scatter_add_": _exact,
+    "index_add_": _exact, "scatter_add": _exact, "scatter_add_": _exact, "repeat": _copied,
+    "repeat_interleave": _copied, "index_select": _copied,
 }  # fmt: skip
 _VIEWS = "view reshape unsqueeze squeeze t transpose permute flatten unflatten chunk split unbind narrow select view_as"
 _CASTS = "to float half bfloat16 type type_as contiguous"
@@ -482,11 +490,13 @@ add sub mul div true_divide floor_divide pow maximum minimum where addcmul addcd
 __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__ __rtruediv__ __itruediv__
 __pow__ __rpow__ __ipow__ add_ sub_ mul_ div_ pow_ rsub masked_fill masked_fill_
 """
+_SMOOTH = """
+exp expm1 log log1p log2 log10 sin cos tan tanh sigmoid silu gelu mish selu elu softplus logsigmoid softsign erf
+"""
 # elementwise, views, creation, and what is exact in any order
 _PASSED = """
-abs neg __neg__ exp expm1 log log1p log2 log10 sqrt rsqrt square sin cos tan tanh sigmoid relu relu6 silu gelu mish selu
-elu softplus leaky_relu hardswish hardsigmoid hardtanh logsigmoid softsign tanh_ relu_ silu_ sigmoid_ exp_ erf sign
-reciprocal floor ceil round trunc clamp_min clamp_max clip clamp_ clamp_min_ nan_to_num __abs__ threshold glu
+abs neg __neg__ sqrt rsqrt square relu relu6 leaky_relu hardswish hardsigmoid hardtanh relu_ sign
+reciprocal floor ceil round trunc clamp_min clamp_max clip clamp_ clamp_min_ nan_to_num __abs__ threshold
 __eq__ __ne__ __lt__ __le__ __gt__ __ge__ eq ne lt le gt ge greater less logical_and logical_or logical_not logical_xor
 __and__ __or__ __xor__ __invert__ __rand__ __ror__ bitwise_and bitwise_or bitwise_not isnan isinf isfinite
 __floordiv__ __rfloordiv__ __mod__ __lshift__ __rshift__ isin
@@ -494,9 +504,9 @@ cat concat stack hstack vstack tensor_split split_with_sizes movedim moveaxis sw
 pad tril triu tril_ triu_ diagonal diag
 clone detach contiguous_ copy_ fill_ zero_ zeros_like ones_like empty_like full_like rand_like new_zeros new_ones
 new_empty new_full new_tensor zeros ones empty full arange tensor as_tensor linspace scalar_tensor from_numpy
-any all max min amax amin argmax argmin nonzero one_hot histc bincount searchsorted bucketize unique_consecutive count_nonzero
-cpu cuda int long bool double numpy item tolist __len__ __bool__ __int__ __float__ __index__ __contains__ __hash__
-__repr__ __format__ __str__ __iter__ size stride dim ndimension numel nelement element_size storage_offset data_ptr
+any all max min amax amin argmax argmin nonzero one_hot histc bincount searchsorted bucketize unique_consecutive
+count_nonzero cpu cuda int long bool double numpy item tolist __len__ __bool__ __int__ __float__ __index__
+__contains__ __hash__ __repr__ __format__ __str__ __iter__ size stride dim ndimension numel nelement element_size storage_offset data_ptr
 is_floating_point is_complex is_contiguous is_floating get_device is_pinned is_inference requires_grad_ has_names
 register_hook retain_grad backward is_same_size is_tensor is_storage untyped_storage storage __setattr__ __delattr__
 __setitem__ gather take_along_dim broadcast_tensors meshgrid outer polar view_as_complex view_as_real
@@ -505,7 +515,8 @@ is_grad_enabled set_grad_enabled _set_grad_enabled no_grad enable_grad is_autoca
 """
 _NAMESPACES = torch, torch.Tensor, torch._C, F, torch._C._nn, torch.linalg, torch.special
 ROUTES: dict[Callable, Callable | None] = {}
-for _names, _route in ((_PASSED, None), (_BROADCAST, _elementwise), (_VIEWS, _view), (_CASTS, _cast)):
+_LISTS = (_PASSED, None), (_BROADCAST, _elementwise), (_VIEWS, _view), (_CASTS, _cast), (_SMOOTH, _smooth)
+for _names, _route in _LISTS:
     _BY_NAME |= dict.fromkeys(set(_names.split()) - _BY_NAME.keys(), _route)
 for _namespace in _NAMESPACES:
     for _key, _route in _BY_NAME.items():

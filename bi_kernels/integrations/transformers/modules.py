@@ -20,7 +20,7 @@ from bi_kernels.integrations.transformers.attention import NAME, PAGED, attentio
 from bi_kernels.integrations.transformers.experts import experts_forward
 from bi_kernels.integrations.transformers.gradients import Folds
 from bi_kernels.integrations.transformers.layout import arguments, current, read
-from bi_kernels.integrations.transformers.routing import ROUTED, Routed, routed
+from bi_kernels.integrations.transformers.routing import ROUTED, routed
 from bi_kernels.integrations.transformers.scoring import causal_lm_loss
 from bi_kernels.integrations.transformers.swap import OPS, Swapped, check_parts
 from bi_kernels.tokens import TokenLayout, dense

@@ -4,12 +4,12 @@ A trial call of the model finds which modules those are, and which call a functi
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import wraps
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from bi_kernels.integrations.transformers.check import as_it_was, padded, results, token_embedding
