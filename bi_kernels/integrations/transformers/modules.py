@@ -17,8 +17,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import bi_kernels as bi
 from bi_kernels.integrations.transformers.attention import NAME, PAGED, attention, paged_attention
+from bi_kernels.integrations.transformers.experts import experts_forward
 from bi_kernels.integrations.transformers.gradients import Folds
 from bi_kernels.integrations.transformers.layout import arguments, current, read
+from bi_kernels.integrations.transformers.routing import ROUTED, Routed, routed
 from bi_kernels.integrations.transformers.scoring import causal_lm_loss
 from bi_kernels.integrations.transformers.swap import OPS, Swapped, check_parts
 from bi_kernels.tokens import TokenLayout, dense
@@ -48,9 +50,21 @@ def _ended(out: Tensor, folds: Folds, alone: bool) -> Tensor:
     return out
 
 
+def _unrouted(forward: Callable) -> Callable:
+    """Returns a forward made of our ops, which no mode around it has to see."""
+
+    @functools.wraps(forward)
+    def alone(*args, **kwargs):
+        with torch._C.DisableTorchFunction():
+            return forward(*args, **kwargs)
+
+    return alone
+
+
 class Linear(Swapped):
     """linear"""
 
+    @_unrouted
     def forward(self, x: Tensor) -> Tensor:
         folds, alone = _folds()
         device, dtype = x.device.type, self.weight.dtype
@@ -65,6 +79,7 @@ class Linear(Swapped):
 class Embedding(Swapped):
     """embedding"""
 
+    @_unrouted
     def forward(self, ids: Tensor) -> Tensor:
         folds, alone = _folds()
         folds.use(self.weight, embedding=True)
@@ -75,6 +90,7 @@ class Embedding(Swapped):
 class RMSNorm(Swapped):
     """rms_norm, or qk_norm over heads"""
 
+    @_unrouted
     def forward(self, x: Tensor) -> Tensor:
         folds, alone = _folds()
         eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
@@ -83,6 +99,14 @@ class RMSNorm(Swapped):
         eps = torch.finfo(x.dtype).eps if eps is None else eps
         with _rows(lead):
             return _ended(norm(x.to(dtype), folds.cast(self.weight, dtype), eps), folds, alone)
+
+
+class Experts(Swapped):
+    """grouped_linear, and a combination in the experts' order"""
+
+    @_unrouted
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return experts_forward(self, hidden_states, top_k_index, top_k_weights)
 
 
 class MLP(Swapped):
@@ -188,9 +212,12 @@ class Checkpointed(Swapped):
         self.__dict__["_gradient_checkpointing_func"] = function
 
 
-def _model_forward(forward: Callable) -> Callable:
-    @functools.wraps(forward)
+def _model_forward(plain: Callable) -> Callable:
+    with_mode = routed(plain)
+
+    @functools.wraps(plain)
     def forward_of_a_call(self, *args, **kwargs):
+        forward = with_mode if self.__dict__.get(ROUTED) else plain
         if not isinstance(self, Model) or current() is not None:
             return forward(self, *args, **kwargs)
         if not torch.compiler.is_compiling():
@@ -200,7 +227,7 @@ def _model_forward(forward: Callable) -> Callable:
             return forward(self, *args, **kwargs)
         if trains and getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
             raise ValueError("apply: the model is in a DistributedDataParallel, expected one process")
-        bound, given = arguments(forward, self, *args, **kwargs)
+        bound, given = arguments(plain, self, *args, **kwargs)
         call = read(**given)
         if self.whole and given.get("position_ids") is None and (positions := call.positions()) is not None:
             bound.arguments["position_ids"] = positions
@@ -221,6 +248,15 @@ def _model_forward(forward: Callable) -> Callable:
         return out
 
     return forward_of_a_call
+
+
+class RoutedLayer(Checkpointed):
+    """its functions, routed; what checkpointing computes again knows the call's sequences"""
+
+    @classmethod
+    def members(cls, replaces: type[nn.Module]) -> dict:
+        """Returns the replaced forward within the mode."""
+        return {"forward": routed(replaces.forward)}
 
 
 class Model(Swapped):
