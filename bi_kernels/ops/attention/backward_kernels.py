@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from bi_kernels.launch import jit
-from bi_kernels.ops.attention.schedule import capped, first_seen, seen, sequence_of
+from bi_kernels.ops.attention.schedule import capped, last_hidden, seen, sequence_of
 from bi_kernels.ops.fold import add_rows
 
 
@@ -336,8 +336,11 @@ def queries_backward_kernel(
     if CAUSAL:
         end = tl.minimum(end, last + 1)
         whole = tl.minimum(whole, (first + 1) // BLOCK_N * BLOCK_N)
-    if WINDOW:
-        begin = tl.maximum(first_seen(first, window, WINDOW), 0) // BLOCK_N * BLOCK_N
+    if WINDOW == 2:  # of the chunk of the tile's first query
+        begin = tl.maximum(first, 0) // window * window // BLOCK_N * BLOCK_N
+        whole = begin
+    elif WINDOW:
+        begin = tl.maximum(first - window + 1, 0) // BLOCK_N * BLOCK_N
         whole = begin
     whole = tl.maximum(whole, begin)
     given, cache = (qt, do, log_sum, less, position), (k, v, row_k, length, stride_k, stride_v)

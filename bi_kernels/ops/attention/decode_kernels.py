@@ -12,7 +12,7 @@ import triton.language as tl
 
 from bi_kernels.launch import jit
 from bi_kernels.ops.attention.forward_kernels import _block_at, _block_rows, _store_result
-from bi_kernels.ops.attention.schedule import capped, first_row, first_seen, length_of, sequence_of
+from bi_kernels.ops.attention.schedule import capped, first_row, last_hidden, length_of, sequence_of
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def _keys_of(
         end = tl.minimum(end, last + 1)
     if WINDOW:
         first = tile * TILE // GROUP + length - queries
-        begin = tl.maximum(first_seen(first, window, WINDOW), 0) // BLOCK * BLOCK
+        begin = tl.maximum(last_hidden(first, window, WINDOW) + 1, 0) // BLOCK * BLOCK
     return begin, end
 
 
@@ -181,7 +181,7 @@ def weights_kernel(
             if CAUSAL:
                 visible &= key <= position
             if WINDOW:
-                visible &= key >= first_seen(position, window, WINDOW)
+                visible &= key > last_hidden(position, window, WINDOW)
             s = tl.load(scores + at * room + key, mask=visible, other=0.0)
             # a product of zeros: it lays the scores out as those of `attention_kernel`, and so orders the sum of p
             kind: tl.constexpr = weights.dtype.element_ty

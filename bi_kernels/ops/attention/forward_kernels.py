@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from bi_kernels.launch import jit
-from bi_kernels.ops.attention.schedule import capped, first_row, first_seen, length_of, seen, sequence_of
+from bi_kernels.ops.attention.schedule import capped, first_row, last_hidden, length_of, seen, sequence_of
 
 
 @triton.jit
@@ -216,8 +216,11 @@ def attention_kernel(
     if CAUSAL:
         end = tl.minimum(end, last + 1)
         whole = tl.minimum(whole, (first + 1) // BLOCK * BLOCK)
-    if WINDOW:
-        begin = tl.maximum(first_seen(first, window, WINDOW), 0) // BLOCK * BLOCK
+    if WINDOW == 2:  # of the chunk of the tile's first query
+        begin = tl.maximum(first, 0) // window * window // BLOCK * BLOCK
+        whole = begin
+    elif WINDOW:
+        begin = tl.maximum(first - window + 1, 0) // BLOCK * BLOCK
         whole = begin
     m = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
     l = tl.zeros((BLOCK_M,), dtype=tl.float32)

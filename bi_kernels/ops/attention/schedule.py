@@ -153,18 +153,21 @@ def seen(key, position, length, window, CAUSAL: tl.constexpr, WINDOW: tl.constex
     visible = (key < length)[None, :]
     if CAUSAL:
         visible &= key[None, :] <= position[:, None]
-    if WINDOW:
-        visible &= key[None, :] >= first_seen(position, window, WINDOW)[:, None]
+    if WINDOW == 2:
+        visible &= key[None, :] >= position[:, None] // window * window
+    elif WINDOW:
+        visible &= key[None, :] > position[:, None] - window
     return visible
 
 
 @triton.jit
-def first_seen(position, window, WINDOW: tl.constexpr):
-    """Returns the first key that the query at `position` sees of a window of so many; with WINDOW == 2, of its chunk."""
+def last_hidden(position, window, WINDOW: tl.constexpr):
+    """Returns the key before a window of so many, that of the query at `position`; with WINDOW == 2, before its
+    chunk."""
     if WINDOW == 2:
-        key = position // window * window
+        key = position // window * window - 1
     else:
-        key = position - window + 1
+        key = position - window
     return key
 
 
