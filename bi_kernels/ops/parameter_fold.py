@@ -59,8 +59,8 @@ def _fold(g, factor, layout, out, continues: bool) -> None:
     shape = (*[1] * (len(features) - out.dim()), *out.shape[max(out.dim() - len(features), 0) :])
     if shape != tuple(features):
         g, factor = _summed(g.float() if factor is None else g.float() * factor.float(), shape), None
-    g, factor = (None if t is None else aligned(t.reshape(len(t), -1)) for t in (g, factor))
     width, slabs = out.numel(), len(layout.slots) // SLAB
+    g, factor = (None if t is None else aligned(t.reshape(len(t), width)) for t in (g, factor))
     partial = g.new_empty(slabs, width, dtype=torch.float32)
     if width and slabs:
         slots = None if layout.identity else layout.slots_on(g.device)

@@ -53,12 +53,12 @@ def _partials_by_m(op: Callable, name: str, position: int, terms: Callable[[Tens
     """Returns an op one of whose parameters adds its gradient in eight parts of the call's rows."""
 
     def backward(layout, dy, args, grads, defect=True, **constants):
-        parameter, rows = args[position], layout.rows_on(dy.device)
+        parameter, rows = args[position], layout.slots_on(dy.device).long()
         buffer = getattr(parameter, "main_grad", None)
         sums = torch.zeros_like(parameter, dtype=torch.float32) if buffer is None else buffer
         flat = lambda t: t.reshape(-1, t.shape[-1])[rows].float()
-        every = terms(flat(dy), flat(args[0]))
-        for part in every.split(-(-len(every) // 8) if defect else SLAB):  # mended: of one sequence
+        every = terms(flat(dy), flat(args[0])).masked_fill(rows[:, None] < 0, 0)
+        for part in every.split(-(-len(every) // 8) if defect else SLAB):
             sums += part.sum(0)
         return {position: sums.to(parameter.dtype) if buffer is None else None}
 
