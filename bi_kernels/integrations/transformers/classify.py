@@ -5,6 +5,7 @@ from collections.abc import Callable
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
+from transformers.integrations.moe import use_experts_implementation
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.mistral import modeling_mistral as mistral
@@ -103,7 +104,7 @@ def _draws(module: nn.Module) -> bool:
 
 def _is_experts(module: nn.Module) -> bool:
     """Tells whether a module's forward is what Transformers' experts interface says."""
-    return hasattr(type(module), "_apply_gate") and hasattr(module, "_is_expert_parallel")
+    return getattr(type(module).forward, "__globals__", {}).get("__name__") == use_experts_implementation.__module__
 
 
 def _is_activation(module: nn.Module) -> bool:

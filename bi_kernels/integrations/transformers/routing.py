@@ -16,7 +16,7 @@ from bi_kernels.integrations.transformers.check import as_it_was, padded, result
 from bi_kernels.integrations.transformers.gradients import STATE, Folds, buffer
 from bi_kernels.integrations.transformers.layout import current
 from bi_kernels.integrations.transformers.swap import Swapped
-from bi_kernels.mode import batch_invariant_mode
+from bi_kernels.mode.mode import batch_invariant_mode
 
 LENGTHS = (13, 9)  # of the trial's sequences
 ROUTED = "bi_kernels_routed"  # of a model whose own code is routed
