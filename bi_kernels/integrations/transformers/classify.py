@@ -13,6 +13,7 @@ from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from bi_kernels.integrations.transformers import modules
+from bi_kernels.integrations.transformers.norms import recognised
 from bi_kernels.integrations.transformers.routing import Routed, Trial
 from bi_kernels.integrations.transformers.swap import Swapped
 
@@ -89,6 +90,11 @@ def _keeps_attention(model: PreTrainedModel) -> bool:
     return bool(inner) and all(classify(m)[0] is not None for m in inner)
 
 
+def _norm(module: nn.Module) -> Answer:
+    module.__dict__[modules.NORM] = recognised(module)
+    return modules.Norm, ""
+
+
 def _follows_batch(module: nn.Module) -> bool:
     """Tells whether a rotary module's frequencies follow the longest sequence of a batch."""
     kinds = getattr(module, "rope_type", "default")
@@ -135,6 +141,7 @@ BY_CLASS = {getattr(family, f"{name}{part}"): rule for name, family in FAMILIES.
 BY_CLASS |= {nn.Linear: lambda m: (modules.Linear, ""), nn.Embedding: _embedding}
 BY_PROPERTY: tuple[tuple[Callable[[nn.Module], bool], Rule], ...] = (
     (_is_rms_norm, lambda m: (modules.RMSNorm, "")),
+    (lambda m: recognised(m) is not None, _norm),
     (lambda m: isinstance(m, PreTrainedModel), _model),
     (_is_experts, lambda m: (modules.Experts, "")),
     (_follows_batch, lambda m: (None, f"rope_type {m.rope_type!r} follows the longest sequence of the batch")),
