@@ -44,22 +44,34 @@ def check(
 ) -> list[Check]:
     """Compares a model's results and gradients over layouts and splits; leaves the model as it was.
 
-    layouts: names of LAYOUTS, all by default. lengths: tokens of each sequence; the longest more than 36. The model is in eval mode meanwhile. Its `.grad` and its modes are put
-    back. Raises ValueError where it has no embedding of token ids.
+    layouts: names of LAYOUTS, all by default. lengths: tokens of each sequence, the longest more than 36. The model is
+    in eval mode meanwhile. Its `.grad` and its modes are put back. Raises ValueError where it has no embedding of token
+    ids.
     """
-    inner = _inner(model)
-    embedding = inner.get_input_embeddings() if inner is not None else None
-    if not isinstance(embedding, nn.Embedding):
-        raise ValueError(f"apply: check is True for a {type(model).__name__}, expected a model that embeds token ids")
+    embedding = token_embedding(model)
     device, g = embedding.weight.device, torch.Generator().manual_seed(0)
     ids = [torch.randint(1, embedding.num_embeddings, (n,), generator=g).to(device) for n in lengths]
-    with _as_it_was(model):
+    with as_it_was(model):
         names = [*LAYOUTS] if layouts is None else [*layouts]
         return [*_forward(model, ids, names), *_gradients(model, ids, "padded left" in names)]
 
 
+def _inner(model: nn.Module) -> PreTrainedModel | None:
+    return next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+
+
+def token_embedding(model: nn.Module) -> nn.Embedding:
+    """Returns the embedding of a model's token ids. Raises ValueError where it has none."""
+    inner = _inner(model)
+    embedding = inner.get_input_embeddings() if inner is not None else None
+    if not isinstance(embedding, nn.Embedding):
+        raise ValueError(f"apply: check is True for a {type(model).__name__}, expected a model that embeds token ids")
+    return embedding
+
+
 @contextmanager
-def _as_it_was(model: nn.Module) -> Iterator[None]:
+def as_it_was(model: nn.Module) -> Iterator[None]:
+    """Puts a model in eval mode, and back with its gradients afterwards."""
     modes, grads = {m: m.training for m in model.modules()}, {p: p.grad for p in model.parameters()}
     model.eval()
     try:
@@ -83,16 +95,12 @@ def padded(ids: list[Tensor], left: bool) -> tuple[dict[str, Tensor], list[slice
     return {"input_ids": rows, "attention_mask": mask, "position_ids": positions}, at
 
 
-def _inner(model: nn.Module) -> PreTrainedModel | None:
-    return next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
-
-
 def _takes(model: nn.Module, name: str) -> bool:
     known = inspect.signature(model.forward).parameters
     return name in known or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
 
 
-def _results(model: nn.Module, **given) -> tuple[Tensor, object]:
+def results(model: nn.Module, **given) -> tuple[Tensor, object]:
     """Returns (a result a token or a sequence, the cache) of a call, of whose arguments the model takes some."""
     given["return_dict"] = True
     out = model(**{k: v for k, v in given.items() if _takes(model, k)})
@@ -102,7 +110,7 @@ def _results(model: nn.Module, **given) -> tuple[Tensor, object]:
 
 def _by_sequence(model: nn.Module, ids: list[Tensor], left: bool) -> list[Tensor]:
     given, at = padded(ids, left)
-    y, _ = _results(model, **given, use_cache=False)
+    y, _ = results(model, **given, use_cache=False)
     return [row[where] if y.dim() == 3 else row for row, where in zip(y, at)]
 
 
@@ -111,7 +119,7 @@ def _packed(model: nn.Module, ids: list[Tensor]) -> list[Tensor]:
     if "position_ids" not in inspect.signature(_inner(model).forward).parameters:
         return []
     positions = torch.cat([torch.arange(len(s), device=s.device) for s in ids])
-    y, _ = _results(model, input_ids=torch.cat(ids)[None], position_ids=positions[None], use_cache=False)
+    y, _ = results(model, input_ids=torch.cat(ids)[None], position_ids=positions[None], use_cache=False)
     return list(y[0].split([len(s) for s in ids]))
 
 
@@ -122,7 +130,7 @@ def _in_parts(model: nn.Module, ids: list[Tensor], cuts: tuple[int, ...]) -> lis
     cache, parts = None, []
     for first, last in zip((0, *cuts), (*cuts, max(map(len, ids)))):
         part = {k: v[:, first:last] for k, v in given.items()} | {"attention_mask": given["attention_mask"][:, :last]}
-        y, cache = _results(model, **part, past_key_values=cache, use_cache=True)
+        y, cache = results(model, **part, past_key_values=cache, use_cache=True)
         if cache is None:
             return []
         parts.append(y)
@@ -149,8 +157,8 @@ def _forward(model: nn.Module, ids: list[Tensor], layouts: Iterable[str]) -> lis
         if alone[0].dim() == 1 and not name.startswith("padded"):  # a result a sequence
             continue
         try:
-            if results := LAYOUTS[name](model, ids):
-                found.append(_compare(f"{name} against alone", dict(enumerate(results)), dict(enumerate(alone))))
+            if computed := LAYOUTS[name](model, ids):
+                found.append(_compare(f"{name} against alone", dict(enumerate(computed)), dict(enumerate(alone))))
         except Exception as error:
             found.append(Check(name, False, error=_sentence(error)))
     return found
