@@ -219,6 +219,7 @@ def interface(
     call.folds.use(s_aux)
     more = {"scale": scaling, "window": sliding_window, "soft_cap": softcap, "sinks": s_aux}
     more["chunk"] = getattr(attention_mask, CHUNK, None)
+    call.attended += 1
     with torch._C.DisableTorchFunction():
         q, k, v = (t.transpose(1, 2) for t in _autocast(query, key, value))
         if call.paged is not None:
