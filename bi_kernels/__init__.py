@@ -24,6 +24,7 @@ _HOLDS = {
     "ops.grouped.groups": ("group_by_expert", "Groups"),
     "ops.grouped.rows": ("dispatch", "combine"),
     "ops.attention.attention": ("attention",),
+    "mode.mode": ("batch_invariant_mode",),
     "tokens": ("TokenLayout",),
     "grads": ("MainGrads",),
     "parallel.tensor": ("TensorParallel",),

@@ -16,7 +16,7 @@ class Op:
     name: str
     audit: str
     # inputs of which every token has a row: their trailing dimensions in terms of the shape set, as "heads, head_dim";
-    # a mask ends in ":bool", a token id below n is "n:id"
+    # a mask ends in ":bool", a token id below n is "n:id"; ":fp32" whatever the op's dtype
     tokens: dict[str, str]
     shared: dict[str, str] = field(default_factory=dict)  # weights, likewise; ":t" where the op takes the transpose
     order: tuple[str, ...] = ()  # the positional order of both, where it is not tokens and then shared
@@ -74,6 +74,10 @@ def _linears(*names: str) -> Callable[[str], dict[str, dict]]:
     return lambda shapes: {k: {"N": n, "K": d} for k, (n, d) in linears(shapes).items() if not names or k in names}
 
 
+def _expert(shapes: str) -> dict[str, dict]:
+    return {"": {"experts": 8, "N": SHAPES[shapes]["mlp"] // 8, "K": SHAPES[shapes]["hidden"] // 2}}
+
+
 _EVERY = (
     *(Op(name, **row["registry"]) for name, row in CONTRACT["ops"].items() if "registry" in row),
     Op(
@@ -122,6 +126,14 @@ _EVERY = (
         cases=_linears("qkv"),
         **_LINEAR,
     ),
+    Op(
+        "routed_linear",
+        "gemm",
+        {"x": "K", "experts": "experts:id"},
+        {"weight": "experts, N, K"},
+        cases=_expert,
+        **_LINEAR | {"row": "routed_linear"},
+    ),
     Op("rms_norm", "rms_norm", {"x": "hidden"}, {"weight": "hidden"}, **_NORM),
     Op(
         "qk_norm",
@@ -130,6 +142,18 @@ _EVERY = (
         {"weight": "head_dim"},
         row="rms_norm",
         **_NORM | {"reduction": "head_dim"},
+    ),
+    Op(
+        "rms_norm_offset",
+        "rms_norm",
+        {"x": "hidden"},
+        {"weight": "hidden:fp32"},
+        function="rms_norm",
+        **_NORM | {"constants": {"eps": EPS, "offset": 1.0}},
+    ),
+    Op("layer_norm", "rms_norm", {"x": "hidden"}, {"weight": "hidden", "bias": "hidden"}, **_NORM),
+    Op(
+        "row_sum", "rms_norm", {"x": "mlp"}, reduction="mlp", constants={"scale": 0.3}, arguments={"scale": (1.0, -2.0)}
     ),
     Op("add_rms_norm", "rms_norm", {"x": "hidden", "residual": "hidden"}, {"weight": "hidden"}, **_NORM),
     Op(
@@ -152,6 +176,7 @@ _EVERY = (
         **_LOGPROB,
     ),
     Op("token_logprob", "vocabulary", {"logits": "vocab", "targets": "vocab:id"}, reduction="vocab", **_LOGPROB),
+    Op("softmax", "vocabulary", {"x": "vocab"}, reduction="vocab"),
     Op("log_softmax", "vocabulary", {"logits": "vocab"}, outputs=("out:fp32",), reduction="vocab"),
     Op("attention", "attention", cases=_groups, **_ATTENTION),
     Op("attention_window", "attention", constants={"window": 33}, **_ATTENTION),

@@ -129,9 +129,7 @@ def _fake(x, weight, bias, eps, trains, heads, layout, of_weight, of_bias):
 
 
 @writes("dx", "dw", "db")
-def _gradient(
-    x, weight, mean, rstd, dy, layout, heads: int, dx, dw, db, continues_w: bool, continues_b: bool
-) -> None:
+def _gradient(x, weight, mean, rstd, dy, layout, heads: int, dx, dw, db, continues_w: bool, continues_b: bool) -> None:
     """Writes dx, dweight and dbias, each where it is given; a parameter's goes on from what is there if it
     `continues`."""
     layout, width = layout_of(layout), x.shape[-1]

@@ -1,9 +1,9 @@
 """Products and sums with a parameter, elementwise: PyTorch's bits forward, the parameter's gradient folded over tokens.
 
-y = x · weight or x + weight, and dx, are what PyTorch gives. A token's part of dweight is dy · x, or dy, in fp32, summed
-first over the features that share a number of the weight, in the order of ops/rows.py. Then each slab of 16 tokens is
-added token by token, and the slabs' sums from left to right in the order of the token layout, on from `main_grad` where
-the weight has one. No order hangs on a tile, so the tile is free.
+y = x · weight or x + weight, and dx, are what PyTorch gives. A token's part of dweight is dy · x, or dy, in fp32,
+summed first over the features that share a number of the weight, in the order of ops/rows.py. Then each slab of 16
+tokens is added token by token, and the slabs' sums from left to right in the order of the token layout, on from
+`main_grad` where the weight has one. No order hangs on a tile, so the tile is free.
 """
 
 import torch
@@ -59,8 +59,8 @@ def _fold(g, factor, layout, out, continues: bool) -> None:
     shape = (*[1] * (len(features) - out.dim()), *out.shape[max(out.dim() - len(features), 0) :])
     if shape != tuple(features):
         g, factor = _summed(g.float() if factor is None else g.float() * factor.float(), shape), None
-    g, factor = (None if t is None else aligned(t.reshape(len(t), -1)) for t in (g, factor))
     width, slabs = out.numel(), len(layout.slots) // SLAB
+    g, factor = (None if t is None else aligned(t.reshape(len(t), width)) for t in (g, factor))
     partial = g.new_empty(slabs, width, dtype=torch.float32)
     if width and slabs:
         slots = None if layout.identity else layout.slots_on(g.device)
@@ -146,9 +146,7 @@ def _checked(op: str, x: Tensor, weight: Tensor, features: int | None) -> int:
 
 def _apply(op: str, x: Tensor, weight: Tensor, features: int | None) -> Tensor:
     features = _checked(op, x, weight, features)
-    return _with_parameter(
-        op, x, weight, features, training=lambda: training_arguments(op, x, features, weight=weight)
-    )
+    return _with_parameter(op, x, weight, features, training=lambda: training_arguments(op, x, features, weight=weight))
 
 
 def scaled(x: Tensor, weight: Tensor, features: int | None = None) -> Tensor:

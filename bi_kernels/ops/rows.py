@@ -1,8 +1,8 @@
 """Reductions of a row of any width: its sum, and softmax.
 
-A row of at most 4096 numbers is one tree; a wider one has blocks of 4096, added from left to right. Block and tree follow
-from the width alone. Contraction is off. softmax: y = exp(x − m) / s, m the row's maximum and s = Σ exp(x − m), in fp32,
-rounded once; dx = y (dy − Σ y dy), with y in fp32 from x, m and s. The row sum's dx is scale · dy for every number.
+A row of at most 4096 numbers is one tree; a wider one has blocks of 4096, added from left to right. Block and tree
+follow from the width alone. Contraction is off. softmax: y = exp(x − m) / s, m the row's maximum and s = Σ exp(x − m),
+in fp32, rounded once; dx = y (dy − Σ y dy), with y in fp32 from x, m and s. The row sum's dx is scale · dy everywhere.
 """
 
 import torch

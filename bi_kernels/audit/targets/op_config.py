@@ -64,13 +64,16 @@ class OpConfig:
             if dims.endswith(":bool"):
                 return torch.rand(shape, generator=g, device=self.device) < 0.3
             if dims.endswith(":id"):
-                return draw_ids(kind, lead, *self._shape(dims), g)
+                *each, count = shape
+                return draw_ids(kind, tuple(each), count, g)
             if kind == INTEGERS:
                 x = draw_integers(shape, self.input_dtype, g, shared=not lead)
             else:
                 x = draw(kind, shape, self.input_dtype, g, shared=not lead, poisoned=poisoned)
             if not lead:
                 x *= evaluate(self.op.scale, **self.dims)
+            if dims.endswith(":fp32") and x.dtype != torch.float32:
+                x = x.float() * (1 + 2.0**-12)  # which no 16 bits hold
             return x.t().contiguous() if dims.endswith(":t") else x
 
         *keys, values = self.op.cache or ("",)

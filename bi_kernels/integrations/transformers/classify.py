@@ -5,6 +5,7 @@ from collections.abc import Callable
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
+from transformers.integrations.moe import use_experts_implementation
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.mistral import modeling_mistral as mistral
@@ -12,6 +13,7 @@ from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from bi_kernels.integrations.transformers import modules
+from bi_kernels.integrations.transformers.norms import recognised
 from bi_kernels.integrations.transformers.routing import Routed, Trial
 from bi_kernels.integrations.transformers.swap import Swapped
 
@@ -88,6 +90,11 @@ def _keeps_attention(model: PreTrainedModel) -> bool:
     return bool(inner) and all(classify(m)[0] is not None for m in inner)
 
 
+def _norm(module: nn.Module) -> Answer:
+    module.__dict__[modules.NORM] = recognised(module)
+    return modules.Norm, ""
+
+
 def _follows_batch(module: nn.Module) -> bool:
     """Tells whether a rotary module's frequencies follow the longest sequence of a batch."""
     kinds = getattr(module, "rope_type", "default")
@@ -103,7 +110,7 @@ def _draws(module: nn.Module) -> bool:
 
 def _is_experts(module: nn.Module) -> bool:
     """Tells whether a module's forward is what Transformers' experts interface says."""
-    return hasattr(type(module), "_apply_gate") and hasattr(module, "_is_expert_parallel")
+    return getattr(type(module).forward, "__globals__", {}).get("__name__") == use_experts_implementation.__module__
 
 
 def _is_activation(module: nn.Module) -> bool:
@@ -134,6 +141,7 @@ BY_CLASS = {getattr(family, f"{name}{part}"): rule for name, family in FAMILIES.
 BY_CLASS |= {nn.Linear: lambda m: (modules.Linear, ""), nn.Embedding: _embedding}
 BY_PROPERTY: tuple[tuple[Callable[[nn.Module], bool], Rule], ...] = (
     (_is_rms_norm, lambda m: (modules.RMSNorm, "")),
+    (lambda m: recognised(m) is not None, _norm),
     (lambda m: isinstance(m, PreTrainedModel), _model),
     (_is_experts, lambda m: (modules.Experts, "")),
     (_follows_batch, lambda m: (None, f"rope_type {m.rope_type!r} follows the longest sequence of the batch")),

@@ -6,7 +6,7 @@ torch's own ops do.
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -20,7 +20,7 @@ from bi_kernels.integrations.transformers.attention import NAME, PAGED, attentio
 from bi_kernels.integrations.transformers.experts import experts_forward
 from bi_kernels.integrations.transformers.gradients import Folds
 from bi_kernels.integrations.transformers.layout import arguments, current, read
-from bi_kernels.integrations.transformers.routing import ROUTED, Routed, routed
+from bi_kernels.integrations.transformers.routing import ROUTED, routed
 from bi_kernels.integrations.transformers.scoring import causal_lm_loss
 from bi_kernels.integrations.transformers.swap import OPS, Swapped, check_parts
 from bi_kernels.tokens import TokenLayout, dense
@@ -61,6 +61,9 @@ def _unrouted(forward: Callable) -> Callable:
     return alone
 
 
+NORM = "bi_kernels_norm"  # of a module: what it computes
+
+
 class Linear(Swapped):
     """linear"""
 
@@ -87,6 +90,42 @@ class Embedding(Swapped):
             return _ended(_ops(self).embedding(ids, self.weight, self.padding_idx), folds, alone)
 
 
+def _is_turned(x: Tensor) -> bool:
+    """Tells whether x is (batch, heads, length, D), where the op wants (batch, length, heads, D)."""
+    if x.dim() != 4 or 1 in x.shape[1:3]:
+        return x.dim() == 4 and x.shape[1] != 1 and _rows_of(x.shape[:2]) is False
+    return x.stride(1) < x.stride(2) or _rows_of(x.shape[:2]) is False and _rows_of((x.shape[0], x.shape[2])) is True
+
+
+def _rows_of(lead: Sequence[int]) -> bool | None:
+    """Tells whether leading dimensions are the tokens of the call; None if nobody knows these."""
+    call = current()
+    return None if call is None else lead[0] * lead[1] == call.batch * call.length
+
+
+def _normed(norm: Callable, x: Tensor) -> Tensor:
+    """Applies a norm to x, tokens first."""
+    if not _is_turned(x):
+        return norm(x)
+    return norm(x.transpose(1, 2)).transpose(1, 2)
+
+
+class Norm(Swapped):
+    """its norm, recognised by what it computes"""
+
+    @_unrouted
+    def forward(self, x: Tensor) -> Tensor:
+        folds, alone = _folds()
+        dtype = torch.promote_types(x.dtype, self.weight.dtype)
+        weight, bias = folds.cast(self.weight, dtype), folds.cast(self._parameters.get("bias"), dtype)
+
+        def norm(x: Tensor) -> Tensor:
+            with _rows(x.shape[:-2] if x.dim() == 4 else x.shape[:-1]):
+                return self.__dict__[NORM](x.to(dtype), weight, bias)
+
+        return _ended(_normed(norm, x), folds, alone)
+
+
 class RMSNorm(Swapped):
     """rms_norm, or qk_norm over heads"""
 
@@ -95,10 +134,15 @@ class RMSNorm(Swapped):
         folds, alone = _folds()
         eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
         dtype = torch.promote_types(x.dtype, self.weight.dtype)
-        norm, lead = (_ops(self).qk_norm, x.shape[:-2]) if x.dim() == 4 else (bi.rms_norm, x.shape[:-1])
+        op, features = (_ops(self).qk_norm, 2) if x.dim() == 4 else (bi.rms_norm, 1)
         eps = torch.finfo(x.dtype).eps if eps is None else eps
-        with _rows(lead):
-            return _ended(norm(x.to(dtype), folds.cast(self.weight, dtype), eps), folds, alone)
+        weight = folds.cast(self.weight, dtype)
+
+        def norm(x: Tensor) -> Tensor:
+            with _rows(x.shape[:-features]):
+                return op(x.to(dtype), weight, eps)
+
+        return _ended(_normed(norm, x), folds, alone)
 
 
 class Experts(Swapped):

@@ -16,7 +16,7 @@ from bi_kernels.integrations.transformers.routing import ROUTED, Routed, Trial
 from bi_kernels.integrations.transformers.swap import PARTS, Swapped, remember_parts, swapped
 from bi_kernels.parallel.tensor import TensorParallel
 
-PARAMETERS = (modules.Linear, modules.Embedding, modules.RMSNorm, modules.Experts)
+PARAMETERS = (modules.Linear, modules.Embedding, modules.RMSNorm, modules.Norm, modules.Experts)
 
 
 def _check(model: nn.Module) -> None:
@@ -184,6 +184,6 @@ def _undo(done: list[nn.Module]) -> None:
         before = module.__dict__.pop("bi_kernels_before", None)
         if before is not None:
             module.config._attn_implementation_internal = before
-        for kept in ("bi_kernels_table", PARTS, ROUTED):
+        for kept in ("bi_kernels_table", PARTS, ROUTED, modules.NORM):
             module.__dict__.pop(kept, None)
         module.__class__ = type(module).replaces

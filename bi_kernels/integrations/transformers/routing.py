@@ -4,19 +4,19 @@ A trial call of the model finds which modules those are, and which call a functi
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from functools import wraps
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from bi_kernels.integrations.transformers.check import as_it_was, padded, results, token_embedding
 from bi_kernels.integrations.transformers.gradients import STATE, Folds, buffer
 from bi_kernels.integrations.transformers.layout import current
 from bi_kernels.integrations.transformers.swap import Swapped
-from bi_kernels.mode import batch_invariant_mode
+from bi_kernels.mode.mode import batch_invariant_mode
 
 LENGTHS = (13, 9)  # of the trial's sequences
 ROUTED = "bi_kernels_routed"  # of a model whose own code is routed

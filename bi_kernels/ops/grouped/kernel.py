@@ -1,5 +1,5 @@
-"""The grouped product y[r] = x[r] w[e]ᵀ + bias[e], r among the rows of expert e: the fold over K of ops/gemm, and so its
-bits.
+"""The grouped product y[r] = x[r] w[e]ᵀ + bias[e], r among the rows of expert e: the fold over K of ops/gemm, and so
+its bits.
 
 A program finds its tile from the ends of the experts' rows, on the device. Tiles never mix experts; those that no
 expert needs do nothing. No tile size changes a bit, so they follow from how many rows an expert has on average.
