@@ -302,3 +302,21 @@ def lm_head_logprob(
     hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float = 1.0, ignore_index: int = -100
 ) -> tuple[Pair, Pair]:
     return _logprob(*lm_head_logits(hidden, weight, temperature), targets, ignore_index)
+
+
+def by_expert(experts: Tensor, count: int) -> list[Tensor]:
+    """Returns the flat places at which each expert stands."""
+    return [(experts.flatten() == e).nonzero().flatten() for e in range(count)]
+
+
+def routed_linear(x: Tensor, experts: Tensor, weight: Tensor, bias: Tensor | None = None) -> Pair:
+    rows, (count, N, K) = x.reshape(-1, x.shape[-1]), weight.shape
+    places = by_expert(experts, count)
+    parts = [linear(rows[at], weight[e], None if bias is None else bias[e]) for e, at in enumerate(places)]
+    back = torch.cat(places).argsort()
+    return tuple(torch.cat(part)[back].view(*x.shape[:-1], N) for part in zip(*parts))
+
+
+def routed_sum(y: Tensor, weights: Tensor, experts: Tensor) -> Pair:
+    products = y.double() * weights.double()[..., None]
+    return products.sum(-2), products.abs().sum(-2)

@@ -103,6 +103,19 @@ def _matmul(call: _Call, a: Tensor, b: Tensor) -> dict:
     return {"a": found["x"], "b": (found["weight"][0].T, call.slots)}
 
 
+def _routed_linear(call: _Call, x: Tensor, experts: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict:
+    dy, places, (count, N, K) = _rows(call.dy), reference.by_expert(experts, len(weight)), weight.shape
+    return {
+        "x": (reference.routed_linear(call.dy.abs(), experts, weight.abs().mT)[0], N),
+        "weight": (torch.stack([dy[at].T @ _rows(x)[at] for at in places]), call.slots),
+        "bias": (torch.stack([dy[at].sum(0) for at in places]), call.slots),
+    }
+
+
+def _routed_sum(call: _Call, y: Tensor, weights: Tensor, experts: Tensor) -> dict:
+    return {"y": call.exact["y"].abs(), "weights": ((call.dy.unsqueeze(-2) * y).abs().sum(-1), y.shape[-1])}
+
+
 def _mean(t: Tensor) -> Tensor:
     return t.mean(-1, keepdim=True)
 

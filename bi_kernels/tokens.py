@@ -87,10 +87,13 @@ class TokenLayout(ContextDecorator):
             )
         self.spans = [span for span in spans if span[1]]  # where each sequence starts, and its length
         slots: list[int] = []
-        for _, start, length in sorted(zip(order, starts, lengths)):
+        ordered = [(start, length) for _, start, length in sorted(zip(order, starts, lengths)) if length]
+        for start, length in ordered:
             slots += range(start, start + length)
             slots += [-1] * (-length % SLAB)
         self.rows, self.tokens = rows, sum(lengths)
+        self.lengths = [length for _, length in ordered]  # of the sequences that have tokens, in logical order
+        self.in_order = self.tokens == rows and ordered == sorted(ordered)  # no padding, and as memory holds them
         self.slots = torch.tensor(slots, dtype=torch.int32, device="cpu")
         self.identity = self.tokens == rows and slots == [*range(rows), *[-1] * (-rows % SLAB)]
         self._on: dict[tuple[str, torch.device], torch.Tensor] = {}
@@ -152,6 +155,12 @@ class TokenLayout(ContextDecorator):
     def rows_on(self, device: torch.device) -> torch.Tensor:
         """(tokens,) int64: the rows in the order of the fold."""
         return self._there("rows", device, lambda: self.slots[self.slots >= 0].long())
+
+    def sequences_on(self, device: torch.device) -> torch.Tensor:
+        """(tokens,) int32: the number of each token's sequence, tokens in the order of the fold."""
+        numbers = lambda: torch.arange(len(self.lengths), dtype=torch.int32, device="cpu")
+        made = lambda: numbers().repeat_interleave(torch.tensor(self.lengths, dtype=torch.int64, device="cpu"))
+        return self._there("sequences", device, made)
 
     def _there(self, name: str, device: torch.device, made: Callable[[], torch.Tensor]) -> torch.Tensor:
         if (name, device) not in self._on:

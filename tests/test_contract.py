@@ -245,6 +245,8 @@ PLAIN = {  # op: the op in plain fp32 torch
     "linear": lambda x, weight: F.linear(x, weight),
     "linear_bias": lambda x, weight, bias: F.linear(x, weight, bias),
     "matmul": lambda a, b: a @ b,
+    "routed_linear": lambda x, experts, weight: (x[:, None] @ weight[experts].mT)[:, 0],
+    "routed_sum": lambda y, weights, experts: torch.einsum("tkh,tk->th", y, weights),
     "rms_norm": normed,
     "qk_norm": normed,
     "rms_norm_offset": lambda x, weight, eps, offset: normed(x, offset + weight, eps),

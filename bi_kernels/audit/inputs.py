@@ -98,8 +98,9 @@ def draw_integers(shape: tuple[int, ...], dtype: torch.dtype, g: torch.Generator
     if x.dim() > 1:
         x *= torch.arange(n, device=x.device) % half % -(-n * largest * (of_weight + 1) // limits["sums"]) == 0
         x[..., half : 2 * half] = x[..., :half]
-        at = torch.arange(len(x), device=x.device)
-        x[at, half + at % half] += 1
+        rows = x.view(-1, n)
+        at = torch.arange(len(rows), device=x.device)
+        rows[at, half + at % half] += 1
     return x.to(dtype)
 
 

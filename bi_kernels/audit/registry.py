@@ -74,6 +74,10 @@ def _linears(*names: str) -> Callable[[str], dict[str, dict]]:
     return lambda shapes: {k: {"N": n, "K": d} for k, (n, d) in linears(shapes).items() if not names or k in names}
 
 
+def _expert(shapes: str) -> dict[str, dict]:
+    return {"": {"experts": 8, "N": SHAPES[shapes]["mlp"] // 8, "K": SHAPES[shapes]["hidden"] // 2}}
+
+
 _EVERY = (
     *(Op(name, **row["registry"]) for name, row in CONTRACT["ops"].items() if "registry" in row),
     Op(
@@ -121,6 +125,14 @@ _EVERY = (
         function="linear",
         cases=_linears("qkv"),
         **_LINEAR,
+    ),
+    Op(
+        "routed_linear",
+        "gemm",
+        {"x": "K", "experts": "experts:id"},
+        {"weight": "experts, N, K"},
+        cases=_expert,
+        **_LINEAR | {"row": "routed_linear"},
     ),
     Op("rms_norm", "rms_norm", {"x": "hidden"}, {"weight": "hidden"}, **_NORM),
     Op(

@@ -92,6 +92,20 @@ def embedding(ids: Tensor, weight: Tensor, padding_id: int | None = None) -> Ten
     return F.embedding(ids, weight, padding_id)
 
 
+def routed_linear(x: Tensor, experts: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiplies the tokens of each expert, one expert after the other."""
+    rows, ids = x.reshape(-1, x.shape[-1]), experts.flatten()
+    y = rows.new_zeros(len(rows), weight.shape[1])
+    for e in range(len(weight)):
+        at = (ids == e).nonzero().flatten()
+        y = y.index_put((at,), F.linear(rows[at], weight[e], None if bias is None else bias[e]))
+    return y.view(*x.shape[:-1], weight.shape[1])
+
+
+def routed_sum(y: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
+    return (y * weights[..., None]).sum(-2)
+
+
 def token_logprob(
     logits: Tensor, targets: Tensor, temperature: float = 1.0, ignore_index: int = -100
 ) -> tuple[Tensor, Tensor]:

@@ -51,7 +51,7 @@ class ExactProblem(OpConfig):
             if dims.endswith(":bool"):
                 return torch.from_numpy(g.integers(0, 10, lead + shape) < 3).to(self.device)
             if dims.endswith(":id"):
-                return torch.from_numpy(g.integers(0, shape[0], lead)).to(self.device)
+                return torch.from_numpy(g.integers(0, shape[-1], lead + shape[:-1])).to(self.device)
             x = draw(g, kind, lead + shape, like, shared=not lead)
             if not lead and self.op.scale != "1":
                 x *= evaluate(self.op.scale, **self.dims)

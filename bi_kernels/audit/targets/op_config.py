@@ -64,7 +64,8 @@ class OpConfig:
             if dims.endswith(":bool"):
                 return torch.rand(shape, generator=g, device=self.device) < 0.3
             if dims.endswith(":id"):
-                return draw_ids(kind, lead, *self._shape(dims), g)
+                *each, count = shape
+                return draw_ids(kind, tuple(each), count, g)
             if kind == INTEGERS:
                 x = draw_integers(shape, self.input_dtype, g, shared=not lead)
             else:

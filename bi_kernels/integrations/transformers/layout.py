@@ -39,6 +39,7 @@ class Call(ContextDecorator):
     paged: Mapping | None = None
     layout: TokenLayout | None = None
     folds: Folds = field(default_factory=Folds)
+    attended: int = 0  # calls of attention through Transformers' interface
     _known: dict[tuple, Sequences] = field(default_factory=dict)
     _outer: list = field(default_factory=list)
 
@@ -162,7 +163,8 @@ def _seen(cache: object) -> int | Tensor:
     """Returns the number of tokens of a row in a cache; a tensor where only the device knows."""
     if cache is None:
         return 0
-    lengths = [layer.get_seq_length() for layer in cache.layers] if hasattr(cache, "layers") else []
+    layers = [layer for layer in getattr(cache, "layers", ()) if hasattr(layer, "get_seq_length")]
+    lengths = [layer.get_seq_length() for layer in layers]
     known = [n for n in lengths if isinstance(n, int)]
     if known or not lengths:
         return known[0] if known else cache.get_seq_length()

@@ -1,0 +1,161 @@
+"""Groups the tokens of a call by expert.
+
+Rows are sorted by (expert, sequence, position), whatever the layout of the call. An expert's gradient is a left fold
+over its rows in slabs of 16, counted per (sequence, expert), so it may be cut between sequences and nowhere else.
+Everything is computed on the device: nothing waits for how many rows an expert got.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from bi_kernels.checks import check, integers
+from bi_kernels.compat import INTERPRETED
+from bi_kernels.launch import jit
+from bi_kernels.scalars import check_flag, check_integer, truncated_repr
+from bi_kernels.tokens import SLAB, TokenLayout
+
+BLOCK, WARPS = 4096 if INTERPRETED else 256, 4  # rows that one program places
+
+
+class Groups(NamedTuple):
+    """The rows of a call, sorted by expert; int32 tensors on its device.
+
+    rows: (tokens, k), the row of each choice of a token; −1 where it has none. source: (rows,), the choice of each row,
+    token · k + choice; −1 where a row is free. offsets: (experts,), the end of each expert's rows. slots: (slots,), the
+    row of each place in the folds over tokens, −1 where a slab is not full; slot_offsets: (experts,), the end of each
+    expert's places. Where slots is None and slot_offsets is not, rows themselves are places; where both are, nothing
+    was said about sequences.
+    """
+
+    rows: Tensor
+    source: Tensor
+    offsets: Tensor
+    slots: Tensor | None = None
+    slot_offsets: Tensor | None = None
+
+
+@jit(do_not_specialize=["count"])
+def _segment_kernel(ids, perm, sequence, keys, count, choices, sequences, BLOCK: tl.constexpr):
+    """The number of each sorted row's (expert, sequence)."""
+    r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = r < count
+    token = tl.load(perm + r, mask=inside, other=0) // choices
+    of = tl.load(sequence + token, mask=inside, other=0)
+    tl.store(keys + r, tl.load(ids + r, mask=inside, other=0).to(tl.int64) * sequences + of, mask=inside)
+
+
+@jit(do_not_specialize=["count"])
+def _place_kernel(
+    ids,
+    perm,
+    tokens,
+    keys,
+    first,
+    slot_first,
+    rows,
+    source,
+    slots,
+    count,
+    choices,
+    experts,
+    PADDED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Writes which row each choice has, and the other way round; and which place each row has in the folds."""
+    r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = r < count
+    routed = inside & (tl.load(ids + r, mask=inside, other=0) < experts)
+    at = tl.load(perm + r, mask=inside, other=0)
+    choice = at
+    if tokens is not None:
+        choice = tl.load(tokens + at // choices, mask=inside, other=0) * choices + at % choices
+    row = r
+    if keys is not None:
+        key = tl.load(keys + r, mask=routed, other=0)
+        slot = tl.load(slot_first + key, mask=routed, other=0) + r - tl.load(first + key, mask=routed, other=0)
+        if PADDED:
+            row = slot
+        else:
+            tl.store(slots + slot, r, mask=routed)
+    tl.store(rows + choice, row, mask=routed)
+    if PADDED:
+        tl.store(source + row, choice.to(tl.int32), mask=routed)
+    else:
+        tl.store(source + r, tl.where(routed, choice, -1).to(tl.int32), mask=inside)
+
+
+def _check(expert_ids: Tensor, experts: int, layout: TokenLayout | None, padded: bool) -> None:
+    op = "group_by_expert"
+    check(op, same_dtype=False, expert_ids=expert_ids)
+    if not integers(expert_ids):
+        raise TypeError(f"{op}: expert_ids has dtype {expert_ids.dtype}, expected integers")
+    if expert_ids.dim() < 1:
+        raise ValueError(f"{op}: expert_ids has shape {tuple(expert_ids.shape)}, expected (..., k)")
+    if check_integer(op, "experts", experts) < 1:
+        raise ValueError(f"{op}: experts is {truncated_repr(experts)}, expected at least 1")
+    tokens = expert_ids.shape[:-1].numel()
+    if layout is not None and layout.rows != tokens:
+        raise ValueError(
+            f"{op}: expert_ids has {tokens} tokens, shape {tuple(expert_ids.shape)}, but the token layout has "
+            f"{layout.rows} rows"
+        )
+    if check_flag(op, "padded", padded) and layout is None:
+        raise ValueError(f"{op}: padded is True and layout is None, expected the layout whose slabs are filled up")
+
+
+def group_by_expert(
+    expert_ids: Tensor, experts: int, layout: TokenLayout | None = None, *, padded: bool = False
+) -> Groups:
+    """Groups tokens by the experts they chose: expert_ids (..., k), integers from 0 to experts − 1.
+
+    A choice with another number is routed nowhere, as Transformers marks those of another rank. layout: the sequences
+    of the tokens, which `grouped_linear` needs to train its weight; tokens of none of them are routed nowhere. padded:
+    rows are the places of the folds, zeros where a slab is not full, so that no gradient has to gather them again.
+    """
+    _check(expert_ids, experts, layout, padded)
+    choices, device = expert_ids.shape[-1], expert_ids.device
+    ids = expert_ids.reshape(expert_ids.shape[:-1].numel(), choices)
+    rows = torch.full_like(ids, -1, dtype=torch.int32, memory_format=torch.contiguous_format)
+    tokens = None
+    if layout is not None and not layout.in_order:
+        tokens = layout.rows_on(device)
+        ids = ids[tokens]
+    flat = ids.reshape(-1)
+    flat = torch.where((flat < 0) | (flat >= experts), experts, flat).to(torch.int32)
+    flat, perm = torch.sort(flat, stable=True)
+    count, numbers = len(flat), torch.arange(experts, dtype=torch.int32, device=device)
+    options = {"BLOCK": BLOCK, "num_warps": WARPS}
+    grid = (triton.cdiv(count, BLOCK),)
+    if layout is None:
+        offsets = torch.searchsorted(flat, numbers, right=True, out_int32=True)
+        source = rows.new_empty(count)
+        if count:
+            nobody = (None,) * 3
+            _place_kernel[grid](
+                flat, perm, None, *nobody, rows, source, None, count, choices, experts, PADDED=False, **options
+            )
+        return Groups(rows, source, offsets)
+    sequences = max(len(layout.lengths), 1)
+    keys = rows.new_empty(count, dtype=torch.int64)
+    if count:
+        of = layout.sequences_on(device)
+        _segment_kernel[grid](flat, perm, of, keys, count, choices, sequences, **options)
+    segments = torch.arange(experts * sequences + 1, device=device)
+    first = torch.searchsorted(keys, segments)
+    lengths = first.diff()
+    filled = (lengths + (SLAB - 1)) // SLAB * SLAB
+    ends = filled.cumsum(0)
+    slot_offsets = ends[sequences - 1 :: sequences].to(torch.int32)
+    room = -(-(count + (SLAB - 1) * min(count, experts * sequences)) // SLAB) * SLAB
+    places = rows.new_full((room,), -1)
+    source = places if padded else rows.new_empty(count)
+    if count:
+        given = flat, perm, tokens, keys, first, ends - filled, rows, source, None if padded else places
+        _place_kernel[grid](*given, count, choices, experts, PADDED=padded, **options)
+    if padded:
+        return Groups(rows, source, slot_offsets, None, slot_offsets)
+    return Groups(rows, source, first[sequences::sequences].to(torch.int32), places, slot_offsets)
