@@ -129,7 +129,9 @@ def _one_id(u: Step) -> tuple[Results, Results]:
     step = Step(u.subject, CANCELLING, USED)
     for k, dims in u.subject.problem.op.tokens.items():
         if dims.endswith(":id"):
-            others = (torch.arange(step.count, device=step.at.device) % 50 == 9).view(-1, *[1] * (step.tokens[k].dim() - 1))
+            others = (torch.arange(step.count, device=step.at.device) % 50 == 9).view(
+                -1, *[1] * (step.tokens[k].dim() - 1)
+            )
             step.tokens[k] = torch.where(others, step.tokens[k], 5)
     named = lambda made: {f"d{k}": t for k, t in made.items()}
     return named(step.gradients()), named(step.gradients("micro_batches:each"))
