@@ -23,6 +23,7 @@ _HOLDS = {
     "ops.grouped.grouped_linear": ("grouped_linear", "routed_linear", "routed_sum"),
     "ops.grouped.groups": ("group_by_expert", "Groups"),
     "ops.grouped.rows": ("dispatch", "combine"),
+    "ops.grouped.top_k": ("top_k",),
     "ops.attention.attention": ("attention",),
     "mode.mode": ("batch_invariant_mode",),
     "tokens": ("TokenLayout",),

@@ -13,6 +13,7 @@ from bi_kernels.mode.parameters import (
     Expanded,
     adopted,
     elementwise,
+    expanded,
     is_parameter,
     total_of,
     unknown,
@@ -41,6 +42,7 @@ def reduce(mean: bool) -> Callable:
         if dim is None or out is not None or x.dim() == 0:
             return unknown(mode, func) if x.dim() else NotImplemented
         dims = sorted({d % x.dim() for d in ((dim,) if isinstance(dim, int) else dim or range(x.dim()))})
+        mode.meets_sum(*(x.shape[d] for d in dims))
         count = torch.Size(x.shape[d] for d in dims).numel()
         y = _Sum.apply(x, dims, dtype or x.dtype, 1.0 / max(count, 1) if mean else 1.0)
         return y if keepdim else y.squeeze(dims)
@@ -72,6 +74,7 @@ def softmax(name: str) -> Callable:
         x = x if dtype is None else x.to(dtype)
         if x.dtype not in FLOATS:
             return unknown(mode, func)
+        mode.meets_sum(x.shape[dim])
         return op(x.movedim(dim, -1)).movedim(-1, dim)
 
     return route
@@ -128,6 +131,7 @@ def matmul(mode, func, a, b, out=None):
     if b.dim() == 1:
         y = product(mode, a, b[None], None, across=False)
         return unknown(mode, func) if y is NotImplemented else y[..., 0]
+    mode.meets_sum(a.shape[-1])
     y = product(mode, a, b, None, across=True) if b.dim() == 2 else _batched(a, b)
     return unknown(mode, func) if y is NotImplemented else y
 
@@ -147,7 +151,8 @@ def _split(t: Tensor, lead: torch.Size) -> Iterable[Tensor]:
     return t.reshape(-1, *t.shape[-2:]).unbind(0)
 
 
-def addmm(mode, func, given, a, b, *, beta=1, alpha=1, out=None):
+def addmm(mode, func, given, a=None, b=None, *, beta=1, alpha=1, out=None, **named):
+    a, b = (named.get(f"mat{i}", named.get(f"batch{i}", t)) for i, t in ((1, a), (2, b)))
     if out is not None or given.dtype not in FLOATS:
         return unknown(mode, func)
     if beta == alpha == 1 and given.dim() == 1 and b.dim() == 2:
@@ -165,8 +170,11 @@ def item(mode, func: Callable, t: Tensor, at: object):
     if not is_parameter(t):
         picks = [i for i in (at if isinstance(at, tuple) else (at,)) if isinstance(i, Tensor) and i.dim()]
         return copied(mode, func, t) if any(i.dtype != torch.bool for i in picks) else NotImplemented
-    if isinstance(at, Tensor) and not at.is_floating_point() and at.dtype != torch.bool and t.dim() == 2:
-        return embedding(mode, func, at, t)
+    if isinstance(at, Tensor) and not at.is_floating_point() and at.dtype != torch.bool and t.dim() in (1, 2):
+        if t.dim() == 2:
+            return embedding(mode, func, at, t)
+        column = view(mode, torch.unsqueeze, t, 1)
+        return embedding(mode, func, at, t[:, None] if column is NotImplemented else column)[..., 0]
     return view(mode, func, t, at)
 
 
@@ -204,7 +212,7 @@ def attention(mode, func, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=Fals
         return unknown(mode, func)
     q, k, v = (t.transpose(1, 2) for t in _autocast(q, k, v))
     with _rows(q.shape[:2]):
-        return bi.attention(q, k, v, causal=is_causal, scale=scale).transpose(1, 2)
+        return bi.attention(q, k, v, causal=is_causal, scale=scale)[0].transpose(1, 2)
 
 
 def cross_entropy(
@@ -230,19 +238,41 @@ def topk(mode, func, x, k, dim=-1, largest=True, sorted=True):
     return torch.return_types.topk((values.narrow(dim, 0, k), at.narrow(dim, 0, k)))
 
 
-def exact(mode, func, x, *args, **kwargs):
+def exact(mode, func, x, /, *args, **kwargs):
     """A sum or scan that is exact for integers alone."""
     return unknown(mode, func) if x.is_floating_point() else NotImplemented
 
 
-def smooth(mode, func, x, *args, **kwargs):
+def smooth(mode, func, x, /, *args, **kwargs):
     """A function that a CPU computes by other code at the end of a tensor, one ULP apart: in fp64, rounded once."""
     if x.device.type != "cpu" or x.dtype not in FLOATS or kwargs.get("out") is not None:
         return NotImplemented
     return func(x.double(), *args, **{k: v for k, v in kwargs.items() if k != "inplace"}).to(x.dtype)
 
 
-def copied(mode, func, x, *args, **kwargs):
+def repeat(mode, func, x, *sizes):
+    """Copies along dimensions, each an expansion whose gradients our ops sum."""
+    sizes = [*sizes[0]] if len(sizes) == 1 and not isinstance(sizes[0], int) else [*sizes]
+    if not x.requires_grad or not torch.is_grad_enabled():
+        return NotImplemented
+    shape = [1] * (len(sizes) - x.dim()) + [*x.shape]
+    apart = [n for size in shape for n in (1, size)]
+    wanted = torch.Size(n for pair in zip(sizes, shape) for n in pair)
+    return expanded(mode, x.reshape(apart), wanted).reshape([r * n for r, n in zip(sizes, shape)])
+
+
+def repeat_interleave(mode, func, x, repeats, dim=None, **kwargs):
+    """Copies each element of a dimension, whose gradients our ops sum."""
+    if not x.requires_grad or not torch.is_grad_enabled():
+        return NotImplemented
+    if not isinstance(repeats, int) or dim is None:
+        return unknown(mode, func)
+    dim %= x.dim()
+    wanted = x.shape[: dim + 1] + (repeats,) + x.shape[dim + 1 :]
+    return expanded(mode, x.unsqueeze(dim + 1), wanted).flatten(dim, dim + 1)
+
+
+def copied(mode, func, x, /, *args, **kwargs):
     """What may copy an element several times, whose gradients PyTorch adds up."""
     return unknown(mode, func) if x.requires_grad and torch.is_grad_enabled() else NotImplemented
 

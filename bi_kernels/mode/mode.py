@@ -40,7 +40,7 @@ class batch_invariant_mode(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types, args=(), kwargs=None):
         route = ROUTES.get(func, unknown)
-        if route is None or func.__name__ == "__get__":
+        if route is None or route is unknown and func.__name__ in ("__get__", "__set__"):
             return func(*args, **(kwargs or {}))
         out = route(self, func, *args, **(kwargs or {}))
         if out is NotImplemented:
@@ -54,6 +54,9 @@ class batch_invariant_mode(TorchFunctionMode):
     def meets_routed(self, name: str) -> None:
         """Counts a function that our ops computed."""
         self.routed[name] += 1
+
+    def meets_sum(self, *sizes: int) -> None:
+        """Is told of the dimensions over which a routed function sums."""
 
     def meets_unknown(self, name: str) -> None:
         """Counts a function that is left to PyTorch. Raises ValueError if strict."""
@@ -72,24 +75,23 @@ class batch_invariant_mode(TorchFunctionMode):
 
 # elementwise, views, creation, and what is exact in any order
 _PASSED = """
-abs neg __neg__ sqrt rsqrt square relu relu6 leaky_relu hardswish hardsigmoid hardtanh relu_ sign
-reciprocal floor ceil round trunc clamp_min clamp_max clip clamp_ clamp_min_ nan_to_num __abs__ threshold
-__eq__ __ne__ __lt__ __le__ __gt__ __ge__ eq ne lt le gt ge greater less logical_and logical_or logical_not logical_xor
-__and__ __or__ __xor__ __invert__ __rand__ __ror__ bitwise_and bitwise_or bitwise_not isnan isinf isfinite
-__floordiv__ __rfloordiv__ __mod__ __lshift__ __rshift__ isin
-cat concat stack hstack vstack tensor_split split_with_sizes movedim moveaxis swapaxes swapdims mT tile roll flip rot90
-pad tril triu tril_ triu_ diagonal diag
-clone detach copy_ fill_ zero_ zeros_like ones_like empty_like full_like rand_like new_zeros new_ones
-new_empty new_full new_tensor zeros ones empty full arange tensor as_tensor linspace scalar_tensor from_numpy
-any all max min amax amin argmax argmin nonzero one_hot histc bincount searchsorted bucketize unique_consecutive
-count_nonzero cpu cuda int long bool double numpy item tolist __len__ __bool__ __int__ __float__ __index__
-__contains__ __hash__ __repr__ __format__ __str__ __iter__ size stride dim ndimension numel nelement
-element_size storage_offset data_ptr is_floating_point is_complex
-is_contiguous get_device is_pinned is_inference requires_grad_ has_names
-register_hook retain_grad backward is_same_size is_tensor is_storage untyped_storage storage __setattr__ __delattr__
-__setitem__ gather take_along_dim broadcast_tensors meshgrid outer polar view_as_complex view_as_real
-scatter scatter_ masked_scatter complex real imag equal allclose cumsum_ result_type promote_types finfo
-is_grad_enabled set_grad_enabled _set_grad_enabled no_grad enable_grad is_autocast_enabled _assert_async _assert
+abs absolute neg negative __neg__ sqrt rsqrt square relu relu6 leaky_relu hardswish hardsigmoid hardtanh relu_ sign
+reciprocal floor ceil round trunc clamp_min clamp_max clip clamp_ clamp_min_ nan_to_num __abs__ threshold __eq__
+__ne__ __lt__ __le__ __gt__ __ge__ eq ne lt le gt ge greater less greater_equal less_equal not_equal logical_and
+logical_or logical_not logical_xor __and__ __or__ __xor__ __invert__ __rand__ __ror__ bitwise_and bitwise_or
+bitwise_not isnan isinf isfinite __floordiv__ __rfloordiv__ __mod__ __lshift__ __rshift__ isin cat concat
+concatenate stack hstack vstack tensor_split split_with_sizes movedim moveaxis swapaxes swapdims tile roll flip
+rot90 pad tril triu tril_ triu_ diagonal diag clone detach copy_ fill_ zero_ zeros_like ones_like empty_like
+full_like rand_like new_zeros new_ones new_empty new_full new_tensor zeros ones empty full arange tensor as_tensor
+linspace scalar_tensor from_numpy any all max min amax amin argmax argmin nonzero one_hot histc bincount
+searchsorted bucketize unique_consecutive count_nonzero cpu cuda int long bool double numpy item tolist __len__
+__bool__ __int__ __float__ __index__ __contains__ __hash__ __repr__ __format__ __str__ __iter__ size stride dim
+ndimension numel nelement element_size storage_offset data_ptr is_floating_point is_complex is_contiguous get_device
+is_pinned is_inference requires_grad_ has_names register_hook retain_grad backward is_same_size is_tensor is_storage
+untyped_storage storage __setattr__ __delattr__ __setitem__ gather take_along_dim broadcast_tensors meshgrid outer
+polar view_as_complex view_as_real scatter scatter_ masked_scatter complex real imag equal allclose cumsum_
+result_type promote_types finfo is_grad_enabled set_grad_enabled _set_grad_enabled no_grad enable_grad
+is_autocast_enabled _assert_async _assert
 """
 _ROUTES: dict[Callable | None, str] = {
     functions.linear: "linear",
@@ -111,7 +113,9 @@ _ROUTES: dict[Callable | None, str] = {
     functions.item: "__getitem__",
     functions.dropout: "dropout",
     functions.exact: "cumsum prod cumprod index_add index_add_ scatter_add scatter_add_",
-    functions.copied: "repeat repeat_interleave index_select",
+    functions.repeat: "repeat",
+    functions.repeat_interleave: "repeat_interleave",
+    functions.copied: "index_select",
     functions.smooth: """
 exp expm1 log log1p log2 log10 sin cos tan tanh sigmoid silu gelu mish selu elu softplus logsigmoid softsign erf
 """,
@@ -121,9 +125,9 @@ view reshape unsqueeze squeeze t transpose permute flatten unflatten chunk split
 """,
     parameters.cast: "to float half bfloat16 type type_as contiguous",
     parameters.elementwise: """
-add sub mul div true_divide floor_divide pow maximum minimum where addcmul addcdiv lerp clamp fmod remainder atan2
-__add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__ __rtruediv__ __itruediv__
-__pow__ __rpow__ __ipow__ add_ sub_ mul_ div_ pow_ rsub masked_fill masked_fill_
+add sub mul div multiply subtract divide true_divide floor_divide pow maximum minimum where addcmul addcdiv lerp
+clamp fmod remainder atan2 __add__ __radd__ __iadd__ __sub__ __rsub__ __isub__ __mul__ __rmul__ __imul__ __truediv__
+__rtruediv__ __itruediv__ __pow__ __rpow__ __ipow__ add_ sub_ mul_ div_ pow_ rsub masked_fill masked_fill_
 """,
     None: _PASSED,
 }
@@ -135,3 +139,4 @@ ROUTES: dict[Callable, Callable | None] = {
     for name in names.split()
     if callable(getattr(space, name, None))
 }
+ROUTES |= {getattr(torch.Tensor, name).__get__: parameters.view for name in ("T", "mT")}

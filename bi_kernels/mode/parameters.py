@@ -14,9 +14,8 @@ OP = "batch_invariant_mode"
 FLOATS = torch.bfloat16, torch.float16, torch.float32
 
 
-def unknown(mode: TorchFunctionMode, func: Callable, *args, **kwargs):
-    if func.__name__ != "__get__":
-        mode.meets_unknown(func.__name__)
+def unknown(mode: TorchFunctionMode, func: Callable, /, *args, **kwargs):
+    mode.meets_unknown(func.__name__)
     return NotImplemented
 
 
@@ -42,7 +41,7 @@ def with_grad(t: Tensor, main_grad: Tensor) -> Tensor:
     return t
 
 
-def view(mode: TorchFunctionMode, func: Callable, p: object, *args, **kwargs):
+def view(mode: TorchFunctionMode, func: Callable, p: object, /, *args, **kwargs):
     """A view of a parameter, whose main_grad is the same view of the parameter's."""
     if not adopted(mode, p) or getattr(p, "main_grad", None) is None:
         return NotImplemented
@@ -55,15 +54,20 @@ def view(mode: TorchFunctionMode, func: Callable, p: object, *args, **kwargs):
     return out
 
 
-def cast(mode: TorchFunctionMode, func: Callable, p: object, *args, **kwargs):
+def cast(mode: TorchFunctionMode, func: Callable, p: object, /, *args, **kwargs):
     """A parameter in another dtype, whose main_grad is the parameter's."""
+    if (
+        not is_parameter(p)
+        or not torch.is_grad_enabled()
+        or (out := func(p.detach(), *args, **kwargs)).dtype == p.dtype
+    ):
+        return NotImplemented
     if not adopted(mode, p) or getattr(p, "main_grad", None) is None:
         return NotImplemented
-    out = func(p.detach(), *args, **kwargs)
-    return p if out.dtype == p.dtype else with_grad(out, p.main_grad)
+    return with_grad(out, p.main_grad)
 
 
-def elementwise(mode: TorchFunctionMode, func: Callable, *args, **kwargs):
+def elementwise(mode: TorchFunctionMode, func: Callable, /, *args, **kwargs):
     tensors = [t for t in args if isinstance(t, Tensor)]
     if len(tensors) < 2:
         return _shifted(mode, func, *args) if tensors and not kwargs else NotImplemented
@@ -98,7 +102,7 @@ def expanded(mode: TorchFunctionMode, t: Tensor, shape: torch.Size) -> Tensor:
             mode.meets_unknown("the gradient of a parameter of places")
             return Expanded.apply(t, shape, None)
         return Expanded.apply(t, shape, layout)
-    if shape and (len(shape) > t.dim() or t.shape[0] < shape[0]):
+    if shape and len(shape) <= 4 and (len(shape) > t.dim() or t.shape[0] < shape[0]):
         mode.meets_unknown("the gradient of a value broadcast over tokens")
     return Expanded.apply(t, shape, None)
 

@@ -1,7 +1,7 @@
 """Reductions of a row of any width: its sum, and softmax.
 
-A row of at most 4096 numbers is one tree; a wider one has blocks of 4096, added from left to right. Block and tree
-follow from the width alone. Contraction is off. softmax: y = exp(x − m) / s, m the row's maximum and s = Σ exp(x − m),
+A row of at most 4096 numbers is one tree. A wider one is cut into blocks of 4096, which are added from left to right
+number by number; what that leaves is one tree. Both follow from the width alone. Contraction is off. softmax: y = exp(x − m) / s, m the row's maximum and s = Σ exp(x − m),
 in fp32, rounded once; dx = y (dy − Σ y dy), with y in fp32 from x, m and s. The row sum's dx is scale · dy everywhere.
 """
 
@@ -26,13 +26,13 @@ def _row_sum_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     mine, col, at = (row < rows)[:, None], tl.arange(0, BLOCK)[None, :], (row * columns)[:, None]
     if WIDE:
-        total = tl.zeros((ROWS,), dtype=tl.float32)
+        value = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
         for first in tl.range(0, columns, BLOCK, num_stages=STAGES):
             inside = mine & (first + col < columns)
-            total += tl.sum(tl.load(x + at + (first + col), mask=inside, other=0.0).to(tl.float32), 1)
+            value += tl.load(x + at + (first + col), mask=inside, other=0.0).to(tl.float32)
     else:
-        total = tl.sum(tl.load(x + at + col, mask=mine & (col < columns), other=0.0).to(tl.float32), 1)
-    tl.store(y + row, (total * scale).to(y.dtype.element_ty), mask=row < rows)
+        value = tl.load(x + at + col, mask=mine & (col < columns), other=0.0).to(tl.float32)
+    tl.store(y + row, (tl.sum(value, 1) * scale).to(y.dtype.element_ty), mask=row < rows)
 
 
 @jit(do_not_specialize=["rows"])
@@ -42,16 +42,17 @@ def _softmax_kernel(
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     mine, col, at = (row < rows)[:, None], tl.arange(0, BLOCK)[None, :], (row * columns)[:, None]
     if WIDE:
-        m = tl.full((ROWS,), -float("inf"), dtype=tl.float32)
+        e = tl.full((ROWS, BLOCK), -float("inf"), dtype=tl.float32)
         for first in tl.range(0, columns, BLOCK, num_stages=STAGES):  # tl.maximum drops a NaN; s brings it back
             inside = mine & (first + col < columns)
-            z = tl.load(x + at + (first + col), mask=inside, other=-float("inf")).to(tl.float32)
-            m = tl.maximum(m, tl.max(z, 1))
-        s = tl.zeros((ROWS,), dtype=tl.float32)
+            e = tl.maximum(e, tl.load(x + at + (first + col), mask=inside, other=-float("inf")).to(tl.float32))
+        m = tl.max(e, 1)
+        e = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
         for first in tl.range(0, columns, BLOCK, num_stages=STAGES):
             inside = mine & (first + col < columns)
             z = tl.load(x + at + (first + col), mask=inside, other=-float("inf")).to(tl.float32)
-            s += tl.sum(tl.exp(z - m[:, None]), 1)
+            e += tl.exp(z - m[:, None])
+        s = tl.sum(e, 1)
         for first in tl.range(0, columns, BLOCK, num_stages=STAGES):
             inside = mine & (first + col < columns)
             z = tl.load(x + at + (first + col), mask=inside, other=-float("inf")).to(tl.float32)
@@ -88,12 +89,13 @@ def _softmax_backward_kernel(
     m = tl.load(top + row, mask=row < rows, other=0.0)[:, None]
     s = tl.load(total + row, mask=row < rows, other=1.0)[:, None]
     if WIDE:
-        t = tl.zeros((ROWS,), dtype=tl.float32)
+        p = tl.zeros((ROWS, BLOCK), dtype=tl.float32)
         for first in tl.range(0, columns, BLOCK, num_stages=STAGES):
             inside = mine & (first + col < columns)
             z = tl.load(x + at + (first + col), mask=inside, other=-float("inf")).to(tl.float32)
             g = tl.load(dy + at + (first + col), mask=inside, other=0.0).to(tl.float32)
-            t += tl.sum(tl.div_rn(tl.exp(z - m), s) * g, 1)
+            p += tl.div_rn(tl.exp(z - m), s) * g
+        t = tl.sum(p, 1)
         for first in tl.range(0, columns, BLOCK, num_stages=STAGES):
             inside = mine & (first + col < columns)
             z = tl.load(x + at + (first + col), mask=inside, other=-float("inf")).to(tl.float32)

@@ -219,6 +219,7 @@ def interface(
     call.folds.use(s_aux)
     more = {"scale": scaling, "window": sliding_window, "soft_cap": softcap, "sinks": s_aux}
     more["chunk"] = getattr(attention_mask, CHUNK, None)
+    call.attended += 1
     with torch._C.DisableTorchFunction():
         q, k, v = (t.transpose(1, 2) for t in _autocast(query, key, value))
         if call.paged is not None:
@@ -229,7 +230,8 @@ def interface(
         else:
             refuse_training(q, k)
             (k, stride), (v, _), stored = _stored(key), _stored(value), key.shape[2]
-        out = _run(flat(q), k, v, call.sequences(stored, stride, q.device), True, **more)
+        sequences = call.sequences(stored, stride, q.device, more["chunk"] or 1)
+        out = _run(flat(q), k, v, sequences, True, **more)
         return out.view(*q.shape[:-1], v.shape[-1]), None
 
 

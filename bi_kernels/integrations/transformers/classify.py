@@ -84,22 +84,17 @@ def _is_rms_norm(module: nn.Module) -> bool:
 def _keeps_attention(model: PreTrainedModel) -> bool:
     """Tells whether all attention within a model is replaced, or called through Transformers' interface, so that its
     masks can be too."""
-    if model._supports_attention_backend:
+    if model._supports_attention_backend or model._supports_sdpa:
         return True
     inner = [m for m in model.modules() if "attention" in type(m).__name__.lower()]
     return bool(inner) and all(classify(m)[0] is not None for m in inner)
 
 
-def _norm(module: nn.Module) -> Answer:
-    module.__dict__[modules.NORM] = recognised(module)
-    return modules.Norm, ""
-
-
 def _follows_batch(module: nn.Module) -> bool:
     """Tells whether a rotary module's frequencies follow the longest sequence of a batch."""
     kinds = getattr(module, "rope_type", "default")
-    kinds = {kinds} if isinstance(kinds, str) else set(kinds.values())
-    return not kinds <= set(STATIC_ROPE)
+    kinds = (kinds,) if isinstance(kinds, str) else kinds.values()
+    return any("dynamic" in kind or kind == "longrope" for kind in kinds)
 
 
 def _draws(module: nn.Module) -> bool:
@@ -141,7 +136,7 @@ BY_CLASS = {getattr(family, f"{name}{part}"): rule for name, family in FAMILIES.
 BY_CLASS |= {nn.Linear: lambda m: (modules.Linear, ""), nn.Embedding: _embedding}
 BY_PROPERTY: tuple[tuple[Callable[[nn.Module], bool], Rule], ...] = (
     (_is_rms_norm, lambda m: (modules.RMSNorm, "")),
-    (lambda m: recognised(m) is not None, _norm),
+    (lambda m: recognised(m) is not None, lambda m: (modules.Norm, "")),
     (lambda m: isinstance(m, PreTrainedModel), _model),
     (_is_experts, lambda m: (modules.Experts, "")),
     (_follows_batch, lambda m: (None, f"rope_type {m.rope_type!r} follows the longest sequence of the batch")),
@@ -156,9 +151,11 @@ BY_PROPERTY: tuple[tuple[Callable[[nn.Module], bool], Rule], ...] = (
 def tried(module: nn.Module, answer: Answer, trial: Trial) -> Answer:
     """Returns the answer for a module that `classify` does not recognise, by what a trial call saw of it."""
     kind, why = answer
+    if kind is None and not why and trial.functions.get(module):
+        return Routed, ""
     if why != UNKNOWN:
         return answer
-    if module not in trial.called:
+    if module not in trial.calls:
         return (kind, "") if not any(True for _ in module.parameters()) else (kind, "a trial call did not call it")
     if unknown := trial.unknown.get(module):
         return kind, f"{' and '.join(list(unknown)[:2])}: no batch-invariant form is known"

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass
+from inspect import signature
 
 import torch
 from torch import Tensor, nn
@@ -48,6 +49,8 @@ def recognised(module: nn.Module) -> Norm | None:
     if weight is None or weight.dim() != 1 or len(weight) < 2 or not parameters.keys() <= {"weight", "bias"}:
         return None
     if any(True for _ in module.children()) or any(p.shape != weight.shape for p in parameters.values()):
+        return None
+    if len(signature(type(module).forward).parameters) != 2:  # itself and x
         return None
     if any(True for _ in module.buffers()) or not any(True for _ in _candidates(module)):
         return None

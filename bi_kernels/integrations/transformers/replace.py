@@ -11,8 +11,9 @@ from bi_kernels.integrations.transformers.attention import NAME
 from bi_kernels.integrations.transformers.check import check as compare_bits
 from bi_kernels.integrations.transformers.classify import SILU, UNKNOWN, classify, tried
 from bi_kernels.integrations.transformers.gradients import BUFFERS, forget
+from bi_kernels.integrations.transformers.norms import recognised
 from bi_kernels.integrations.transformers.report import Report
-from bi_kernels.integrations.transformers.routing import ROUTED, Routed, Trial
+from bi_kernels.integrations.transformers.routing import ROUTED, Routed, Trial, stock_logits
 from bi_kernels.integrations.transformers.swap import PARTS, Swapped, remember_parts, swapped
 from bi_kernels.parallel.tensor import TensorParallel
 
@@ -67,6 +68,8 @@ def _reported(model: nn.Module, plan: dict[str, tuple[type[Swapped] | None, str]
         at = [plan[n.rpartition(".")[0]][0] for n in owners[id(p)]]
         if not p.requires_grad:
             report.folded[name] = "frozen"
+        elif trial is not None and id(p) in trial.again:
+            report.others[name] = "a call uses it more than once"
         elif not all(kind in PARAMETERS for kind in at) and (trial is None or id(p) not in trial.folded):
             owner = report.kinds[owners[id(p)][0].rpartition(".")[0]]
             report.others[name] = f"its {owner} is PyTorch's"
@@ -101,15 +104,20 @@ def apply(
     if all(kind is None for kind, _ in plan.values()):
         raise ValueError(f"apply: model is a {type(model).__name__}, expected one with a module that can be replaced")
     done: list[nn.Module] = []
-    trial = None
+    trial, stock = None, stock_logits(model) if any(why == UNKNOWN for _, why in plan.values()) else None
     try:
         _swap(named, plan, done)
-        if any(why == UNKNOWN for _, why in plan.values()):
-            trial = Trial(model)
-            if trial.error:
+        if stock is not None:
+            trial = Trial(model, stock)
+            if trial.error:  # its attention and its masks stay PyTorch's
                 _undo(done)
-                plan, done = {name: _as_known(answer, trial) for name, answer in plan.items()}, []
+                why, done = trial.error, []
+                plan = {n: (modules.Model if k is modules.LanguageModel else k, w) for n, (k, w) in plan.items()}
                 _swap(named, plan, done)
+                trial = Trial(model, stock)
+                why = trial.error or why
+            if trial.error:
+                plan = {n: (k, f"{w}, and {why}" if w == UNKNOWN else w) for n, (k, w) in plan.items()}
                 trial = None
             else:
                 plan = {name: tried(named[name], answer, trial) for name, answer in plan.items()}
@@ -144,19 +152,14 @@ def _swap(named: dict, plan: dict, done: list[nn.Module], trial: Trial | None = 
             continue
         if not isinstance(module, Swapped):
             done.append(module)
+        if kind is modules.Norm:
+            module.__dict__[modules.NORM] = recognised(module)
         module.__class__ = swapped(getattr(type(module), "replaces", type(module)), kind)
         if kind is modules.LanguageModel:
             module.__dict__["bi_kernels_before"] = module.config._attn_implementation
     for module in done if trial is None else ():
         if isinstance(module, modules.LanguageModel):
             module.set_attn_implementation(NAME)
-
-
-def _as_known(answer: tuple, trial: Trial) -> tuple:
-    """Returns the answer for a module of a model whose trial call failed: its attention stays PyTorch's."""
-    kind, why = answer
-    kind = modules.Model if kind is modules.LanguageModel and why else kind
-    return kind, f"{why}, and a trial call raised {trial.error}" if why == UNKNOWN else why
 
 
 def _answer(report: Report, strict: bool) -> None:

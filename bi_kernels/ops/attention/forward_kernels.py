@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from bi_kernels.launch import jit
-from bi_kernels.ops.attention.schedule import capped, first_row, last_hidden, length_of, seen, sequence_of
+from bi_kernels.ops.attention.schedule import capped, first_row, length_of, seen, sequence_of
 
 
 @triton.jit
@@ -280,17 +280,7 @@ def attention_kernel(
 
 @jit(do_not_specialize=["rows_total", "splits"])
 def merge_kernel(
-    parts,
-    out,
-    lse,
-    sinks,
-    rows_total,
-    splits,
-    scale,
-    width,
-    HEADS: tl.constexpr,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
+    parts, out, lse, sinks, rows_total, splits, scale, width, HEADS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr
 ):
     """Merges the splits of a query, in ascending order: of each the product with V, then the maxima, then the sums."""
     parts_m = parts + tl.cast(splits, tl.int64) * rows_total * width

@@ -224,6 +224,6 @@ def routed_sum(y: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
             f"{tuple(experts.shape)}, expected (..., k, features), (..., k) and (..., k)"
         )
     k, width = y.shape[-2:]
-    rank = experts.reshape(-1, k).argsort(-1, stable=True).argsort(-1)
+    rank = experts.reshape(-1, k).argsort(dim=-1, stable=True).argsort(dim=-1)
     groups = group_by_expert(rank, k)
     return combine(dispatch(y.reshape(-1, k, width), groups), weights.reshape(-1, k), groups).view(*y.shape[:-2], width)
