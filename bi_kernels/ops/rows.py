@@ -1,8 +1,10 @@
 """Reductions of a row of any width: its sum, and softmax.
 
 A row of at most 4096 numbers is one tree. A wider one is cut into blocks of 4096, which are added from left to right
-number by number; what that leaves is one tree. Both follow from the width alone. Contraction is off. softmax: y = exp(x − m) / s, m the row's maximum and s = Σ exp(x − m),
-in fp32, rounded once; dx = y (dy − Σ y dy), with y in fp32 from x, m and s. The row sum's dx is scale · dy everywhere.
+number by number; what that leaves is one tree. Both follow from the width alone. Contraction is off.
+
+softmax: y = exp(x − m) / s, m the row's maximum and s = Σ exp(x − m), in fp32, rounded once; dx = y (dy − Σ y dy), with
+y in fp32 from x, m and s. The row sum's dx is scale · dy everywhere.
 """
 
 import torch

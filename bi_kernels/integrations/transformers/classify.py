@@ -156,7 +156,8 @@ def tried(module: nn.Module, answer: Answer, trial: Trial) -> Answer:
     if why != UNKNOWN:
         return answer
     if module not in trial.calls:
-        return (kind, "") if not any(True for _ in module.parameters()) else (kind, "a trial call did not call it")
+        owns = any(True for _ in module.parameters(recurse=False))
+        return kind, "a trial call did not call it" if owns else ""
     if unknown := trial.unknown.get(module):
         return kind, f"{' and '.join(list(unknown)[:2])}: no batch-invariant form is known"
     if trial.functions.get(module) and kind in (None, modules.Checkpointed):

@@ -19,6 +19,7 @@ from bi_kernels.tokens import dense, layout_for
 
 NAME = "bi_kernels"
 OP = "experts"
+PAD_FROM = 128  # rows of an (expert, sequence) on average, from which on slabs are filled up once, before the products
 _gates: dict[tuple, Callable | None] = {}  # what takes the place of a gate, by kinds of modules
 
 
@@ -113,7 +114,9 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
         with nullcontext() if known else dense(1, tokens):
             layout = layout_for(OP, hidden_states.shape[:-1])
     how = {"transposed": _said(self, "is_transposed", False)}
-    groups = bi.group_by_expert(top_k_index, self.num_experts, layout)
+    segments = 0 if layout is None else min(self.num_experts * len(layout.lengths), top_k_index.numel())
+    padded = layout is not None and PAD_FROM * segments <= top_k_index.numel()
+    groups = bi.group_by_expert(top_k_index, self.num_experts, layout, padded=padded)
     x = bi.dispatch(hidden_states.to(dtype), groups)
     up = bi.grouped_linear(x, weights[0], groups, biases[0], **how)
     y = bi.grouped_linear(_activated(self, up).to(dtype), weights[1], groups, biases[1], **how)

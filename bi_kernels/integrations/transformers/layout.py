@@ -127,8 +127,8 @@ def trimmed(
 ) -> Sequences:
     """Returns sequences, as pages of one key, for a window's cache that keeps only the last keys.
 
-    The fold over keys is anchored at absolute positions, so `dropped` keys count, except whole splits, and whole chunks;
-    the window, or the chunk, hides them.
+    The fold over keys is anchored at absolute positions, so `dropped` keys count, except whole splits and chunks; the
+    window, or the chunk, hides them.
     """
     whole = math.lcm(SCHEDULE.split, chunk)
     shift = dropped % whole

@@ -61,7 +61,8 @@ def recognised(module: nn.Module) -> Norm | None:
         p.copy_(drawn(len(weight)))
     found = _candidates(module)
     try:
-        if module(drawn(1, ROWS, len(weight)).to(weight.dtype)).dtype != weight.dtype:
+        x = drawn(1, ROWS, len(weight))
+        if (module(x.to(weight.dtype)).dtype, module(x).dtype) != (weight.dtype, torch.float32):
             return None
         for x in (scale * drawn(1, ROWS, len(weight)) for scale in SCALES):
             expected = alone(x)

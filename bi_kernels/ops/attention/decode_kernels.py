@@ -306,5 +306,5 @@ def values_kernel(
             tl.store(parts + part[:, None] * wide + d[None, :], acc, mask=inside[:, None] & there)
     else:
         m = tl.load(parts + part, mask=inside, other=-float("inf"))
-        first, whole = inside & (slice == 0), inside[:, None] & there
-        _store_result(out, lse, sinks, at, m, l, acc, scale, first, d, wide, whole, HEADS * GROUP)
+        whole = inside[:, None] & there
+        _store_result(out, lse, sinks, at, m, l, acc, scale, inside, d, wide, whole, HEADS * GROUP, slice == 0)

@@ -122,7 +122,9 @@ def _with_sink(m, l, acc, scale, sink):
 
 
 @triton.jit
-def _store_result(out, lse, sinks, at, m, l, acc, scale, rows, d, width, inside, HEADS: tl.constexpr):
+def _store_result(
+    out, lse, sinks, at, m, l, acc, scale, rows, d, width, inside, HEADS: tl.constexpr, stores_lse=True
+):
     """Stores the normalised output and the natural logarithm of the sum; 0 and −inf for a query that saw no key."""
     none = (l == 0.0) & (m == -float("inf"))
     if sinks is not None:
@@ -130,7 +132,8 @@ def _store_result(out, lse, sinks, at, m, l, acc, scale, rows, d, width, inside,
         scale = 1.0
     y = (acc + 0.0) / tl.where(none, 1.0, l)[:, None]
     tl.store(out + at[:, None] * width + d[None, :], y.to(out.dtype.element_ty), mask=inside)
-    tl.store(lse + at, tl.where(none, -float("inf"), (m * scale + tl.math.log2(l)) * 0.6931471805599453), mask=rows)
+    log_sum = tl.where(none, -float("inf"), (m * scale + tl.math.log2(l)) * 0.6931471805599453)
+    tl.store(lse + at, log_sum, mask=rows & stores_lse)
 
 
 @jit(do_not_specialize=["sequences", "width_q", "width_k", "window", "rows_total", "pages_stride", "last_page"])
