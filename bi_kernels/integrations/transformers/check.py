@@ -1,4 +1,4 @@
-"""Runs an applied model on a small batch and compares raw bits: alone, padded, packed, in parts; a step cut two ways."""
+"""Runs an applied model on a small batch and compares raw bits: alone, padded, packed, in parts, in two splits."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
