@@ -11,7 +11,7 @@ from bi_kernels.integrations.transformers import apply, restore
 from bi_kernels.integrations.transformers import check as bits
 
 SAME = 1e-3  # of the largest logit: in fp32, a layout that means the same differs by less
-NEW = 6  # tokens that are generated
+NEW = 3  # tokens that are generated
 LONGER = (3, 97, 31, 1, 64)  # where a family that should drift does not in short sequences
 
 
