@@ -39,8 +39,10 @@ def reduce(mean: bool) -> Callable:
     def route(mode, func, x, dim=None, keepdim=False, *, dtype=None, out=None):
         if x.dtype not in FLOATS or dtype not in (None, *FLOATS):
             return NotImplemented
-        if dim is None or out is not None or x.dim() == 0:
-            return unknown(mode, func) if x.dim() else NotImplemented
+        if dim is None and out is None:  # of all that a call has, as a loss
+            return unknown(mode, func) if x.dim() and mode.in_trial else NotImplemented
+        if out is not None or x.dim() == 0:
+            return unknown(mode, func)
         dims = sorted({d % x.dim() for d in ((dim,) if isinstance(dim, int) else dim or range(x.dim()))})
         mode.meets_sum(*(x.shape[d] for d in dims))
         count = torch.Size(x.shape[d] for d in dims).numel()
@@ -61,7 +63,7 @@ def norm(mode, func, x, p=2, dim=None, keepdim=False, dtype=None, out=None):
 
 def normalize(mode, func, x, p=2.0, dim=1, eps=1e-12, out=None):
     length = norm(mode, func, x, p, dim, True, out=out)
-    return length if length is NotImplemented else x / Expanded.apply(length.clamp_min(eps), x.shape, None)
+    return length if length is NotImplemented else x / Expanded.apply(length.clamp_min(eps), x.shape, False, None)
 
 
 def softmax(name: str) -> Callable:
@@ -75,7 +77,7 @@ def softmax(name: str) -> Callable:
         if x.dtype not in FLOATS:
             return unknown(mode, func)
         mode.meets_sum(x.shape[dim])
-        return op(x.movedim(dim, -1)).movedim(-1, dim)
+        return op(x.movedim(dim, -1)).to(x.dtype).movedim(-1, dim)
 
     return route
 
@@ -136,6 +138,24 @@ def matmul(mode, func, a, b, out=None):
     return unknown(mode, func) if y is NotImplemented else y
 
 
+def patches(mode, func, x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
+    """A convolution whose windows do not overlap: a product of each window with the weight."""
+    size, dims = weight.shape[2:], weight.dim() - 2
+    each = lambda n: (n,) * dims if isinstance(n, int) else tuple(n)
+    apart = each(stride) == tuple(size) and each(dilation) == (1,) * dims and groups == 1
+    if not apart or padding not in (0, (0,) * dims, [0] * dims, "valid") or x.dim() != dims + 2:
+        return unknown(mode, func)
+    counts = [n // k for n, k in zip(x.shape[2:], size)]
+    for at, (n, k) in enumerate(zip(counts, size)):
+        x = x.narrow(2 + 2 * at, 0, n * k).unflatten(2 + 2 * at, (n, k))
+    places, inner = range(2, 2 + 2 * dims, 2), range(3, 3 + 2 * dims, 2)
+    x = x.permute(0, *places, 1, *inner).flatten(1 + dims)
+    flat = view(mode, torch.flatten, weight, 1)
+    flat = weight.flatten(1) if flat is NotImplemented else flat
+    y = product(mode, x.flatten(1, dims), flat, bias, across=False)
+    return unknown(mode, func) if y is NotImplemented else y.mT.unflatten(2, counts)
+
+
 def _batched(a: Tensor, b: Tensor) -> Tensor:
     """Multiplies matrices (..., M, K) and (..., K, N) one by one."""
     lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
@@ -147,7 +167,7 @@ def _batched(a: Tensor, b: Tensor) -> Tensor:
 
 def _split(t: Tensor, lead: torch.Size) -> Iterable[Tensor]:
     shape = lead + t.shape[-2:]
-    t = Expanded.apply(t, shape, None) if t.requires_grad and t.shape != shape else t.expand(shape)
+    t = Expanded.apply(t, shape, False, None) if t.requires_grad and t.shape != shape else t.expand(shape)
     return t.reshape(-1, *t.shape[-2:]).unbind(0)
 
 
@@ -222,7 +242,7 @@ def cross_entropy(
     plain = weight is None and size_average is None and reduce is None and not label_smoothing and x.dim() == 2
     if not plain or target.is_floating_point() or x.dtype not in FLOATS:
         return unknown(mode, func)
-    loss = -bi.token_logprob(x, target, ignore_index=ignore_index)[0]
+    loss = -bi.token_logprob(x, target, ignore_index=ignore_index)[0].to(x.dtype)
     if reduction == "none":
         return loss
     return loss.sum() if reduction == "sum" else loss.sum() / (target != ignore_index).sum()

@@ -97,6 +97,7 @@ _ROUTES: dict[Callable | None, str] = {
     functions.linear: "linear",
     functions.matmul: "matmul __matmul__ __rmatmul__ mm bmm",
     functions.addmm: "addmm baddbmm",
+    functions.patches: "conv1d conv2d conv3d",
     functions.reduce(mean=False): "sum",
     functions.reduce(mean=True): "mean",
     functions.norm: "norm vector_norm",

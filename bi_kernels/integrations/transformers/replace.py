@@ -93,8 +93,8 @@ def apply(
     group: ranks that share each weight of a model that is replaced whole. Every rank passes the same model and keeps
     its rows; every result has the bits of one rank. It generates by `generate`, not by continuous batching.
     strict: raises ValueError, before anything is replaced, where the answer would be NO.
-    check: verifies the answer by bits on three short sequences: padded left and right, decoded, and a step cut two
-    ways. Takes seconds, and fp32 copies of the gradients in host memory.
+    check: verifies the answer by bits on three short sequences: padded left and right, packed, prefilled in chunks,
+    decoded, and a step cut two ways. Takes seconds, and fp32 copies of the gradients in host memory.
 
     Raises TypeError and ValueError with one sentence; nothing is replaced then.
     """
