@@ -1,6 +1,5 @@
 """Judges one family: what `apply` says of a tiny model, and what the bits say."""
 
-import re
 import time
 import warnings
 

@@ -148,7 +148,11 @@ def page(judged: list[dict], left_out: dict[str, str]) -> str:
         rows = [(name(r), _why(r), drift(r)) for r in half]
         text += ["## Batch-invariant only\n", _table(("family", "why", "bits that differ"), rows), ""]
     if no:
-        text += ["## No\n", _table(("family", "why", "bits that differ"), [(name(r), _why(r), drift(r)) for r in no]), ""]
+        text += [
+            "## No\n",
+            _table(("family", "why", "bits that differ"), [(name(r), _why(r), drift(r)) for r in no]),
+            "",
+        ]
     text += ["## Not judged\n"]
     text += [_table(("model type", "why"), [(f"`{r['family']}`", r["why"]) for r in failed]), ""] if failed else []
     by_reason: dict[str, list[str]] = {}
