@@ -139,9 +139,10 @@ def normalise(x: Tensor, eps: float) -> Pair:
     return x * rstd, rstd
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float = EPS) -> Pair:
-    y = normalise(x.double(), eps)[0] * weight.double()
-    return y, y.abs() + LEAST * weight.double().abs()
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float = EPS, offset: float = 0.0) -> Pair:
+    w = torch.ones_like(x[..., :1], dtype=torch.float64) if weight is None else offset + weight.double()
+    y = normalise(x.double(), eps)[0] * w
+    return y, y.abs() + LEAST * w.abs()
 
 
 qk_norm = rms_norm
@@ -154,10 +155,27 @@ def stored_sum(x: Tensor, residual: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(exact.isfinite(), exact + (stored - exact).detach(), exact)
 
 
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = EPS) -> tuple[Pair, Pair]:
+def centred(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """((x - mean) rstd, rstd, rstd mean |x|) of fp64 rows: the last is what errors of the mean weigh."""
+    rest = x - x.mean(-1, keepdim=True)
+    rstd = (rest.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return rest * rstd, rstd, rstd * x.detach().abs().mean(-1, keepdim=True)
+
+
+def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Pair:
+    (normed, _, far), n = centred(x.double(), eps), x.shape[-1]
+    w = torch.ones((), dtype=torch.float64, device=x.device) if weight is None else weight.double()
+    b = torch.zeros_like(w) if bias is None else bias.double()
+    y, again = normed * w, 1 + 2.0**-23 * (math.sqrt(n) + 13) * far.square()
+    return y + b, again * y.abs() + b.abs() + w.abs() * (2 * far + LEAST)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, eps: float = EPS, offset: float = 0.0
+) -> tuple[Pair, Pair]:
     """y is judged as the norm of h as it is stored, and h as the exact sum."""
     h = x.double() + residual.double()
-    return rms_norm(stored_sum(x, residual, x.dtype), weight, eps), (h, h.abs() / 10)
+    return rms_norm(stored_sum(x, residual, x.dtype), weight, eps, offset), (h, h.abs() / 10)
 
 
 def looked_up(ids: Tensor, weight: Tensor, padding_id: int | None = None) -> Tensor:
@@ -236,6 +254,35 @@ def log_softmax(logits: Tensor) -> Pair:
     y = log_probabilities(z)
     each, last, _ = logprob_errors(z, torch.zeros_like(z))
     return y, (each + last) / UNIT + y.detach().abs()
+
+
+def row_sum(x: Tensor, scale: float = 1.0) -> Pair:
+    x = x.double()
+    return x.sum(-1) * scale, x.abs().sum(-1) * abs(scale)
+
+
+@torch.no_grad()
+def softmax_errors(z: Tensor) -> Tensor:
+    """Of each probability, absolute."""
+    block, n, logp = CONTRACT["arithmetic"]["vocabulary_block"], z.shape[-1], log_probabilities(z)
+    f, finite = UNIT * (3 * (z.amax(-1, keepdim=True) - z) + 4), logp.isfinite()
+    of_sum = log_total(torch.where(finite, logp + f, -torch.inf))
+    h = f + of_sum + UNIT * (2 * math.sqrt(min(n, block)) + math.ceil(n / block) + 9)
+    return probability_errors(logp, h.where(finite, 0.0)) + 2 * LEAST
+
+
+def softmax(x: Tensor) -> Pair:
+    z = x.double()
+    return log_probabilities(z).exp(), softmax_errors(z.detach()) / UNIT
+
+
+def scaled(x: Tensor, weight: Tensor) -> Pair:
+    y = x.double() * weight.double()
+    return y, y.abs()
+
+
+def shifted(x: Tensor, weight: Tensor) -> Pair:
+    return add(x, weight)
 
 
 def lm_head_logits(hidden: Tensor, weight: Tensor, temperature: float) -> Pair:

@@ -1,5 +1,6 @@
 """fp64 references of the gradients: exact by autograd through `bi_kernels.reference`, S by the contract's formulas."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -115,9 +116,15 @@ def _routed_sum(call: _Call, y: Tensor, weights: Tensor, experts: Tensor) -> dic
     return {"y": call.exact["y"].abs(), "weights": ((call.dy.unsqueeze(-2) * y).abs().sum(-1), y.shape[-1])}
 
 
-def _rms_norm(call: _Call, x: Tensor, weight: Tensor, eps: float = EPS, heads: int = 1) -> dict:
-    (normed, rstd), dy = reference.normalise(x, eps), call.dy.abs()
-    weighted, mean = dy * weight.abs(), lambda t: t.mean(-1, keepdim=True)
+def _mean(t: Tensor) -> Tensor:
+    return t.mean(-1, keepdim=True)
+
+
+def _rms_norm(
+    call: _Call, x: Tensor, weight: Tensor | None, eps: float = EPS, heads: int = 1, offset: float = 0.0
+) -> dict:
+    (normed, rstd), dy, mean = reference.normalise(x, eps), call.dy.abs(), _mean
+    weighted = dy if weight is None else dy * (offset + weight).abs()
     inner = mean(weighted * normed.abs()) + LEAST * (1 + mean(weighted))
     return {
         "x": (rstd * (weighted + LEAST + normed.abs() * inner), x.shape[-1]),
@@ -128,12 +135,49 @@ def _rms_norm(call: _Call, x: Tensor, weight: Tensor, eps: float = EPS, heads: i
     }
 
 
-def _qk_norm(call: _Call, x: Tensor, weight: Tensor, eps: float = EPS) -> dict:
-    return _rms_norm(call, x, weight, eps, heads=x.shape[-2])
+def _qk_norm(call: _Call, x: Tensor, weight: Tensor | None, eps: float = EPS, offset: float = 0.0) -> dict:
+    return _rms_norm(call, x, weight, eps, x.shape[-2], offset)
 
 
-def _add_rms_norm(call: _Call, x: Tensor, residual: Tensor, weight: Tensor, eps: float = EPS) -> dict:
-    found = _rms_norm(call, reference.stored_sum(x, residual, call.dtype), weight, eps)
+def _layer_norm(
+    call: _Call, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> dict:
+    (normed, rstd, far), dy, n = reference.centred(x, eps), call.dy.abs(), x.shape[-1]
+    weighted, xhat, root = dy if weight is None else dy * weight.abs(), normed.abs(), math.sqrt(x.shape[-1])
+    shift, along = _mean(weighted) + LEAST, _mean(weighted * xhat) + LEAST * (1 + _mean(weighted))
+    again = 1 + 0.24 * UNIT * (5 * root + 45) * far.square()
+    inner = again * (weighted + LEAST + shift + xhat * along) + 0.4 * far * (xhat * shift + along)
+    terms = dy * xhat * (1 + 2 * UNIT * (root + 12) * far.square()) + dy * (2 * far + LEAST) + LEAST
+    lengths = {"n": call.slots, "features": n, "heads": 1}
+    return {"x": (rstd * inner, n), "weight": (_rows(terms).sum(0), lengths), "bias": (_rows(dy).sum(0), lengths)}
+
+
+def _row_sum(call: _Call, x: Tensor, scale: float = 1.0) -> dict:
+    return _itself(call)
+
+
+def _softmax(call: _Call, x: Tensor) -> dict:
+    p, of_p, dy = reference.softmax(x)[0], reference.softmax_errors(x), call.dy
+    block, n, inner = CONTRACT["arithmetic"]["vocabulary_block"], x.shape[-1], total(p * dy)
+    adds = 2 * math.sqrt(min(n, block)) + math.ceil(n / block) + 9
+    of_inner = total(of_p * dy.abs()) + UNIT * adds * total(p * dy.abs()) + n * LEAST
+    rest = (dy - inner).abs()
+    return {"x": (of_p * rest + (p + of_p) * (of_inner + 2 * UNIT * rest) + LEAST) / UNIT}
+
+
+def _scaled(call: _Call, x: Tensor, weight: Tensor) -> dict:
+    lengths = {"n": call.slots, "features": 1}
+    return {"x": call.exact["x"].abs(), "weight": ((_rows(call.dy * x) + LEAST).sum(0), lengths)}
+
+
+def _shifted(call: _Call, x: Tensor, weight: Tensor) -> dict:
+    return _copied(call) | {"weight": (_rows(call.dy).sum(0), {"n": call.slots, "features": 1})}
+
+
+def _add_rms_norm(
+    call: _Call, x: Tensor, residual: Tensor, weight: Tensor | None, eps: float = EPS, offset: float = 0.0
+) -> dict:
+    found = _rms_norm(call, reference.stored_sum(x, residual, call.dtype), weight, eps, offset=offset)
     dx = found["x"][0] + call.dys[1].abs() / 40, x.shape[-1]
     return {"x": dx, "residual": dx, "weight": found["weight"]}
 
@@ -212,7 +256,7 @@ _add = _mask_fill = _cast = _copied
 def _outputs(op: str, dtype: torch.dtype, given: Mapping[str, Any]) -> list[Tensor]:
     if op == "add_rms_norm":  # the storage dtype is no longer that of the inputs
         h = reference.stored_sum(given["x"], given["residual"], dtype)
-        return [reference.rms_norm(h, given["weight"], given.get("eps", EPS))[0], h]
+        return [reference.rms_norm(h, given.get("weight"), given.get("eps", EPS), given.get("offset", 0.0))[0], h]
     if op == "lm_head_logprob":
         logits = reference.overflown(given["hidden"] @ given["weight"].T, dtype)
         z = logits / given.get("temperature", 1.0)

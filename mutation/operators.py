@@ -17,7 +17,7 @@ from functools import cached_property
 HAND_MADE = "hand-made: "  # how the operator of a mutant from hand_made.toml begins
 # which choose tiles or grids, sizes of which are free; or only check; or say what torch.compile traces
 FREE = {
-    *("tiles", "cheapest", "part_n", "blocks_of", "grid_of", "_blocks", "max_tiles", "round_up_sequences"),
+    *("tiles", "cheapest", "part_n", "blocks_of", "grid_of", "max_tiles", "round_up_sequences"),
     *("_checked", "check_values", "_check_pages", "check_ids"),
     *("checked_targets", "fits_apart", "_Unset", "_", "_fake", "_fake_log_softmax"),
 }

@@ -73,7 +73,7 @@ def rows() -> None:
     for dtype in OF:
         for width in (1, 1024, 1025, 4096, 5120, 32768):
             x = torch.zeros(33, width, dtype=dtype)
-            norm.norm_gradient(x, x[0], torch.zeros(33), x, x, layout, 1, x, x[0], False)
+            norm.norm_gradient(x, x[0], torch.zeros(33), x, x, layout, 1, x, x[0], False, 0.0)
     for squared in (True, False):
         block_sums(torch.zeros(5000), squared)
 

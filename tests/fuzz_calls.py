@@ -70,6 +70,16 @@ def _norm(*names: str) -> Callable[[Draw], dict]:
     return of
 
 
+def _layer_norm(d: Draw) -> dict:
+    shape = *d.lead(), d.size(), d.size()
+    return {"x": d.t(*shape)} | d.some(weight=d.t(shape[-1]), bias=d.t(shape[-1]), eps=0.5, heads=True)
+
+
+def _with_parameter(d: Draw) -> dict:
+    shape = *d.lead(), d.size(), d.size()
+    return {"x": d.t(*shape), "weight": d.t(*d.choice(((), shape[-1:], (shape[-2], 1))))} | d.some(features=2)
+
+
 def _bias_add(d: Draw) -> dict:
     n = d.size()
     return {"x": d.t(*d.lead(), n), "bias": d.t(n)}
@@ -199,6 +209,11 @@ CALLS: dict[str, Callable[[Draw], dict]] = {
     "embedding": _embedding,
     "lm_head_logprob": _lm_head,
     "token_logprob": _token_logprob,
+    "layer_norm": _layer_norm,
+    "row_sum": lambda d: {"x": d.t(*d.lead(), d.size())} | d.some(scale=0.5, out_dtype=torch.float32),
+    "softmax": lambda d: {"x": d.t(*d.lead(), d.size())} | d.some(out_dtype=torch.float32),
+    "scaled": _with_parameter,
+    "shifted": _with_parameter,
     "log_softmax": lambda d: {"logits": d.t(*d.lead(), d.size())},
     "attention": _attention,
     "TokenLayout": _layout,

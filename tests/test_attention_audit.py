@@ -80,7 +80,7 @@ def test_a_control_drifts_and_without_its_defect_does_not(control, monkeypatch):
 def test_what_is_broken_otherwise_is_found_and_its_twin_is_not(control):
     how = {"defect": False}
     for options, broken in (({}, True), (how, False)):
-        s = subject(lambda *x, **told: control.function(*x, **options, **told))
+        s = subject(lambda *x, **told: control.function(*x, **options, **told), control.op)
         if control.relation in ("accuracy", "determinism", gradients.ACCURACY):
             found = {
                 "accuracy": lambda s: [judge.accuracy(s, "normal")],

@@ -22,7 +22,11 @@ X, W, V = drawn(4, 32), drawn(16, 32), drawn(32)
 CALLS = {  # of an op, by x
     "linear": lambda x: bi.linear(x, W.to(x.dtype)),
     "rms_norm": lambda x: bi.rms_norm(x, V.to(x.dtype)),
+    "layer_norm": lambda x: bi.layer_norm(x, V.to(x.dtype)),
+    "scaled": lambda x: bi.scaled(x, V.to(x.dtype)),
     "swiglu": lambda x: bi.swiglu(x, X.to(x.dtype)),
+    "row_sum": bi.row_sum,
+    "softmax": bi.softmax,
     "log_softmax": bi.log_softmax,
     "token_logprob": lambda x: bi.token_logprob(x, torch.arange(4))[0],
 }

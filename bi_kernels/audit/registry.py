@@ -16,7 +16,7 @@ class Op:
     name: str
     audit: str
     # inputs of which every token has a row: their trailing dimensions in terms of the shape set, as "heads, head_dim";
-    # a mask ends in ":bool", a token id below n is "n:id"
+    # a mask ends in ":bool", a token id below n is "n:id"; ":fp32" whatever the op's dtype
     tokens: dict[str, str]
     shared: dict[str, str] = field(default_factory=dict)  # weights, likewise; ":t" where the op takes the transpose
     order: tuple[str, ...] = ()  # the positional order of both, where it is not tokens and then shared
@@ -143,6 +143,18 @@ _EVERY = (
         row="rms_norm",
         **_NORM | {"reduction": "head_dim"},
     ),
+    Op(
+        "rms_norm_offset",
+        "rms_norm",
+        {"x": "hidden"},
+        {"weight": "hidden:fp32"},
+        function="rms_norm",
+        **_NORM | {"constants": {"eps": EPS, "offset": 1.0}},
+    ),
+    Op("layer_norm", "rms_norm", {"x": "hidden"}, {"weight": "hidden", "bias": "hidden"}, **_NORM),
+    Op(
+        "row_sum", "rms_norm", {"x": "mlp"}, reduction="mlp", constants={"scale": 0.3}, arguments={"scale": (1.0, -2.0)}
+    ),
     Op("add_rms_norm", "rms_norm", {"x": "hidden", "residual": "hidden"}, {"weight": "hidden"}, **_NORM),
     Op(
         "embedding",
@@ -164,9 +176,28 @@ _EVERY = (
         **_LOGPROB,
     ),
     Op("token_logprob", "vocabulary", {"logits": "vocab", "targets": "vocab:id"}, reduction="vocab", **_LOGPROB),
+    Op("softmax", "vocabulary", {"x": "vocab"}, reduction="vocab"),
     Op("log_softmax", "vocabulary", {"logits": "vocab"}, outputs=("out:fp32",), reduction="vocab"),
     Op("attention", "attention", cases=_groups, **_ATTENTION),
     Op("attention_window", "attention", constants={"window": 33}, **_ATTENTION),
+    Op(
+        "attention_soft_cap",
+        "attention",
+        constants={"soft_cap": 5.0},
+        **_ATTENTION | {"arguments": {"soft_cap": (50.0, 0.5), "scale": (0.5,)}},
+    ),
+    Op(
+        "attention_sinks",
+        "attention",
+        shared={"sinks": "heads"},
+        constants={"chunk": 33},
+        **_ATTENTION | {"arguments": {"chunk": (1, 16, None)}},
+    ),
+    Op(
+        "attention_narrow_v",
+        "attention",
+        **_ATTENTION | {"tokens": _ATTENTION["tokens"] | {"v": "kv_heads, head_dim - head_dim // 3"}, "arguments": {}},
+    ),
     Op("matmul", "gemm", {"a": "K"}, {"b": "N, K:t"}, cases=_linears("o"), **_LINEAR),
 )
 OPS = {op.name: op for op in _EVERY}

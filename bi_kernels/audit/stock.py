@@ -58,8 +58,10 @@ def rope(
     return torch.cat((y, rest), -1) if rest.shape[-1] else y
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6) -> Tensor:
-    return F.rms_norm(x, weight.shape, weight, eps)
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float = 1e-6, offset: float = 0.0) -> Tensor:
+    if weight is None or not offset and weight.dtype == x.dtype:
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    return (F.rms_norm(x.float(), weight.shape, None, eps) * (offset + weight.float())).to(x.dtype)  # as Gemma's
 
 
 qk_norm = rms_norm
@@ -68,6 +70,20 @@ qk_norm = rms_norm
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6) -> tuple[Tensor, Tensor]:
     h = x + residual
     return F.rms_norm(h, weight.shape, weight, eps), h
+
+
+def layer_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, heads: bool = False
+) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def scaled(x: Tensor, weight: Tensor, features: int | None = None) -> Tensor:
+    return x * weight
+
+
+def shifted(x: Tensor, weight: Tensor, features: int | None = None) -> Tensor:
+    return x + weight
 
 
 def embedding(ids: Tensor, weight: Tensor, padding_id: int | None = None) -> Tensor:
@@ -162,5 +178,13 @@ def attention(
     return heads(out.masked_fill(~seen.any(-1)[..., None], 0)), heads(torch.cat(lse, -1))
 
 
-def log_softmax(logits: Tensor) -> Tensor:
-    return F.log_softmax(logits.float(), -1)
+def log_softmax(logits: Tensor, out_dtype: torch.dtype = torch.float32) -> Tensor:
+    return F.log_softmax(logits.float(), -1).to(out_dtype)
+
+
+def softmax(x: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    return F.softmax(x, -1, dtype=out_dtype)
+
+
+def row_sum(x: Tensor, scale: float = 1.0, out_dtype: torch.dtype | None = None) -> Tensor:
+    return (x.float().sum(-1) * scale).to(out_dtype or x.dtype)

@@ -11,6 +11,7 @@ from bi_kernels.checks import aligned, can_wait, check, check_shape, widened
 from bi_kernels.launch import jit
 from bi_kernels.op import Op, writes
 from bi_kernels.ops.embedding import check_ids
+from bi_kernels.ops.rows import check_out_dtype
 from bi_kernels.ops.vocabulary import Statistics, blocks_of, dlogits, grid_of
 from bi_kernels.scalars import check_fp32, check_integer, check_number, truncated_repr
 
@@ -27,7 +28,8 @@ def _log_softmax_kernel(
     at = row[:, None] * columns + col[None, :]
     y = tl.load(logits + at, mask=inside, other=0.0).to(tl.float32) - tl.load(lse + row, mask=mine, other=0.0)[:, None]
     if BACKWARD:
-        y = tl.load(dy + at, mask=inside, other=0.0) - tl.exp(y) * tl.load(total + row, mask=mine, other=0.0)[:, None]
+        upstream = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+        y = upstream - tl.exp(y) * tl.load(total + row, mask=mine, other=0.0)[:, None]
     tl.store(out + at, y.to(out.dtype.element_ty), mask=inside)
 
 
@@ -40,7 +42,8 @@ def _row_sum_kernel(x, out, rows, columns, ROWS: tl.constexpr, BLOCK: tl.constex
     for first in range(0, columns, BLOCK):
         col = first + tl.arange(0, BLOCK)
         inside = mine[:, None] & (col < columns)[None, :]
-        total += tl.sum(tl.load(x + row[:, None] * columns + col[None, :], mask=inside, other=0.0), 1)
+        value = tl.load(x + row[:, None] * columns + col[None, :], mask=inside, other=0.0)
+        total += tl.sum(value.to(tl.float32), 1)
     tl.store(out + row, total, mask=mine)
 
 
@@ -83,10 +86,10 @@ def _backward(ctx, d_logprob, d_entropy, _):
 _token_logprob = Op("token_logprob", _launch, _backward, _fake, _save)
 
 
-def _launch_log_softmax(logits) -> list[Tensor]:
-    """log_softmax and lse of every row, fp32."""
+def _launch_log_softmax(logits, dtype: torch.dtype) -> list[Tensor]:
+    """log_softmax of every row in a dtype, and lse, fp32."""
     logits = logits.contiguous()
-    (rows, columns), out = logits.shape, torch.empty_like(logits, dtype=torch.float32)
+    (rows, columns), out = logits.shape, torch.empty_like(logits, dtype=dtype)
     stats, blocks = Statistics(rows, columns, logits.device, None, 1.0), blocks_of(columns)
     stats.add(logits, 0)
     lse, grid = stats.merge().lse, grid_of(rows, columns, blocks)
@@ -94,8 +97,8 @@ def _launch_log_softmax(logits) -> list[Tensor]:
     return [out, lse]
 
 
-def _fake_log_softmax(logits):
-    return [logits.new_empty(logits.shape, dtype=torch.float32), logits.new_empty(len(logits), dtype=torch.float32)]
+def _fake_log_softmax(logits, dtype):
+    return [logits.new_empty(logits.shape, dtype=dtype), logits.new_empty(len(logits), dtype=torch.float32)]
 
 
 @writes("out")
@@ -115,7 +118,7 @@ def _save_log_softmax(ctx, inputs, outputs):
 def _backward_log_softmax(ctx, dy, _):
     logits, lse = ctx.saved_tensors
     _log_softmax_gradient(logits, lse, dy, out := torch.empty_like(logits, memory_format=torch.contiguous_format))
-    return out
+    return out, None
 
 
 _log_softmax = Op("log_softmax_rows", _launch_log_softmax, _backward_log_softmax, _fake_log_softmax, _save_log_softmax)
@@ -157,11 +160,12 @@ def token_logprob(
     return logprob.reshape(lead), entropy.reshape(lead)
 
 
-def log_softmax(logits: Tensor) -> Tensor:
-    """logits − log Σ exp(logits) over the last dimension, fp32: logits (..., V)."""
+def log_softmax(logits: Tensor, out_dtype: torch.dtype = torch.float32) -> Tensor:
+    """logits − log Σ exp(logits) over the last dimension, in fp32, rounded once to `out_dtype`: logits (..., V)."""
     check("log_softmax", logits=logits)
     if logits.dim() == 0 or not logits.shape[-1]:
         raise ValueError(f"log_softmax: logits has shape {tuple(logits.shape)}, expected (..., V)")
+    check_out_dtype("log_softmax", out_dtype)
     if not logits.numel():
-        return logits.new_empty(logits.shape, dtype=torch.float32)
-    return _log_softmax(logits.reshape(-1, logits.shape[-1]))[0].reshape(logits.shape)
+        return logits.new_empty(logits.shape, dtype=out_dtype)
+    return _log_softmax(logits.reshape(-1, logits.shape[-1]), out_dtype)[0].reshape(logits.shape)

@@ -129,7 +129,7 @@ class HeadNorm(torch.autograd.Function):
     def forward(ctx, group, layout, heads, x, weight, eps):
         main_grad("qk_norm", weight)
         x = aligned(x)
-        y, rstd = norm.norm_forward(x, None, weight, eps, trains=True)
+        y, rstd = norm.norm_forward(x, None, weight, eps, 0.0, trains=True)
         ctx.group, ctx.layout, ctx.heads, ctx.eps, ctx.parameter = group, layout, heads, eps, weight
         ctx.save_for_backward(x, weight, rstd)
         return y
@@ -145,11 +145,11 @@ class HeadNorm(torch.autograd.Function):
             cuts = shards(len(flat[0]), ctx.group)
             arrived = exchange_async(ctx.group, *(all_to_all_tokens(t, ctx.group, cuts) for t in flat))
         dx = torch.empty_like(x) if needs_x else None
-        norm.norm_gradient(x, weight, rstd, dy, None, ctx.layout, heads, dx, None, False)
+        norm.norm_gradient(x, weight, rstd, dy, None, ctx.layout, heads, dx, None, False, 0.0)
         if not needs_weight:
             return None, None, None, dx, None, None
         x, dy = (t.view(-1, width) for t in arrived())
-        _, rstd = norm.norm_forward(x, None, weight, ctx.eps, trains=True)
+        _, rstd = norm.norm_forward(x, None, weight, ctx.eps, 0.0, trains=True)
         slabs, held = shards(len(ctx.layout.slots) // SLAB, ctx.group, 1), None
         (rank, ranks) = rank_and_world_size(ctx.group)
         mine = slabs[rank]
@@ -157,7 +157,7 @@ class HeadNorm(torch.autograd.Function):
             free = ctx.layout.slots_on(x.device)[mine.start * SLAB : mine.stop * SLAB] < 0
             held = torch.arange(len(free), device=x.device, dtype=torch.int32).masked_fill_(free, -1)
         count, every = mine.stop - mine.start, heads * ranks
-        partial = norm.slab_sums(x, weight, rstd, dy, None, held, count, every, None, True)
+        partial = norm.slab_sums(x, weight, rstd, dy, None, held, count, every, None, True, 0.0)
         dw, continues = gradient_of("qk_norm", ctx.parameter)
         fold_partials(gather_tokens(partial, slabs, ctx.group), dw if continues else None, dw)
         return None, None, None, dx, None if continues else dw, None

@@ -67,7 +67,7 @@ class _Norm(torch.autograd.Function):
     def forward(ctx, op, group, plan, x, residual, weight, eps):
         if weight.requires_grad:
             main_grad(op, weight)
-        y, *h, rstd = norm.norm_forward(x, residual, weight, eps, trains=True)
+        y, *h, rstd = norm.norm_forward(x, residual, weight, eps, 0.0, trains=True)
         ctx.op, ctx.group, ctx.plan, ctx.parameter = op, group, plan, weight
         ctx.save_for_backward(h[0] if h else aligned(x), weight, rstd)
         return (y, *h) if h else y
@@ -80,7 +80,8 @@ class _Norm(torch.autograd.Function):
         dx, dw = None, None
         if needs_x or needs_residual:
             dx = torch.zeros_like(x) if plan.padding else torch.empty_like(x)
-        partial = norm.slab_sums(x, weight, rstd, dy, dh, plan.slots, len(plan.slots) // SLAB, 1, dx, needs_weight)
+        count = len(plan.slots) // SLAB
+        partial = norm.slab_sums(x, weight, rstd, dy, dh, plan.slots, count, 1, dx, needs_weight, 0.0)
         if needs_weight:
             every = gather_tokens(partial, plan.slabs, ctx.group)
             every = every if plan.order is None else every[plan.order]

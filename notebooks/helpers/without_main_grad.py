@@ -68,7 +68,7 @@ def of(s: OpUnderTest) -> list[Row]:
         whole = step.gradients()
         added = [k for k in s.problem.op.shared if k in whole and k not in step.in_grad]
         left = step.gradients(main_grad=False) if added else {}
-        drift = lambda k: compare(left[k], whole[k].to(s.problem.dtype))
+        drift = lambda k: compare(left[k], whole[k].to(step.shared[k].dtype))
         return [s.row(INVARIANCE, LAYOUT, drift(k), tensor=f"d{k}{LEFT}", **said) for k in added]
 
     return s.attempt(INVARIANCE, LAYOUT, rows, **said)

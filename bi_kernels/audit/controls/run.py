@@ -12,6 +12,7 @@ from bi_kernels.audit.controls.attention import ATTENTION_CONTROLS
 from bi_kernels.audit.controls.experts import EXPERT_CONTROLS
 from bi_kernels.audit.controls.forward import CONTROLS, Control
 from bi_kernels.audit.controls.gradient import GRADIENT_CONTROLS
+from bi_kernels.audit.controls.rows import ROW_CONTROLS
 from bi_kernels.audit.controls.usage import DRAWN, TRAINED, USE_CONTROLS
 from bi_kernels.audit.findings import Row, needs_fix, sentence, up_to_a_drift
 from bi_kernels.audit.fuzz import checks as fuzz
@@ -23,7 +24,7 @@ from bi_kernels.audit.static.verdict import STATIC, atomics_free
 from bi_kernels.audit.targets.op import OpUnderTest
 from bi_kernels.audit.targets.op_step import Step
 
-EVERY = (*CONTROLS, *GRADIENT_CONTROLS, *ATTENTION_CONTROLS, *EXPERT_CONTROLS, *USE_CONTROLS)
+EVERY = (*CONTROLS, *GRADIENT_CONTROLS, *ROW_CONTROLS, *ATTENTION_CONTROLS, *EXPERT_CONTROLS, *USE_CONTROLS)
 ACCURATE = ("normal", "wide")  # inputs on which some control shows
 DRAWS = 32  # cases in which a control shows
 CONTROL_LAYOUTS = ("singles", "batch", "neighbours", "permuted", "decode")  # layouts in which some control shows

@@ -55,6 +55,8 @@ class ExactProblem(OpConfig):
             x = draw(g, kind, lead + shape, like, shared=not lead)
             if not lead and self.op.scale != "1":
                 x *= evaluate(self.op.scale, **self.dims)
+            if dims.endswith(":fp32"):
+                x = x.float()
             return x.t().contiguous() if dims.endswith(":t") else x
 
         given = {k: make(v, tokens) for k, v in self.op.tokens.items()}

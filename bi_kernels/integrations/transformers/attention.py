@@ -2,24 +2,61 @@
 
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from bi_kernels.checks import can_wait
-from bi_kernels.integrations.transformers.layout import Call, trimmed
+from bi_kernels.integrations.transformers.layout import Call, current, trimmed
 from bi_kernels.ops.attention.attention import Arguments, attend
 from bi_kernels.ops.attention.schedule import Sequences
 
 NAME = "bi_kernels"
+REFUSED = "position_bias", "indices", "block_indices"  # arguments of attention that say more than we compute
+CHUNK = "bi_kernels_chunk"  # of a mask: the tokens of a chunk
+CHUNKED = "chunked_overlay.<locals>.inner_mask"
+KNOWN_MASKS = {"causal_mask_function", "and_masks.<locals>.and_mask", CHUNKED} | {
+    f"{name}.<locals>.inner_mask"
+    for name in ("sliding_window_overlay", "packed_sequence_mask_function", "remap_positions_for_packed_sequence")
+}
 PAGED = "bi_kernels_flash"  # continuous batching makes no dense mask, and captures graphs, for names with "flash"
 
 
-def padding_mask(*args, attention_mask: Tensor | None = None, **kwargs) -> Tensor | None:
-    """Returns the padding mask unchanged, where Transformers would make a dense mask of it."""
-    return attention_mask
+def padding_mask(
+    batch_size: int = 1,
+    *args,
+    kv_length: int = 0,
+    attention_mask: Tensor | None = None,
+    mask_function: Callable | None = None,
+    local_size: int | None = None,
+    device: torch.device | None = None,
+    **kwargs,
+) -> Tensor | None:
+    """Returns the padding mask unchanged, where Transformers would make a dense mask of it; one with chunks says so.
+    Raises ValueError for a mask that is more than causal, of a window, of chunks and of padding."""
+    parts = {part.__qualname__ for part in _parts(mask_function)}
+    if unknown := sorted(parts - KNOWN_MASKS):
+        raise ValueError(
+            f"attention: its mask is made by {unknown[0]}, expected a causal one, of a window or of chunks"
+        )
+    if CHUNKED not in parts:
+        return attention_mask
+    mask = attention_mask
+    mask = torch.ones(batch_size, kv_length, dtype=torch.long, device=device) if mask is None else mask.view_as(mask)
+    setattr(mask, CHUNK, local_size)
+    return mask
+
+
+def _parts(function: object) -> Iterator[Callable]:
+    """Yields a mask function and those of which it is made."""
+    if inspect.isfunction(function):
+        yield function
+        for cell in function.__closure__ or ():
+            made_of = cell.cell_contents
+            for part in made_of if isinstance(made_of, (tuple, list)) else (made_of,):
+                yield from _parts(part)
 
 
 def _stored(t: Tensor) -> tuple[Tensor, int]:
@@ -35,11 +72,22 @@ def _stored(t: Tensor) -> tuple[Tensor, int]:
 
 
 def _run(
-    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, causal: bool, scale: float | None, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: Sequences,
+    causal: bool,
+    scale: float | None,
+    window: int | None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    chunk: int | None = None,
 ) -> Tensor:
-    """Returns the output (tokens, heads, D) of q (tokens, heads, D)."""
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return attend(Arguments(q, k, v, sequences, causal, scale, window or 0, q.shape))[0]
+    """Returns the output (tokens, heads, D of v) of q (tokens, heads, D)."""
+    scale, shape = q.shape[-1] ** -0.5 if scale is None else float(scale), q.shape
+    return attend(Arguments(q, k, v, sequences, causal, scale, window or 0, shape, sinks, soft_cap or 0.0, chunk or 0))[
+        0
+    ]
 
 
 def _autocast(*given: Tensor) -> list[Tensor]:
@@ -67,14 +115,19 @@ def attention(
     if cache is not None:
         stored = cache.update(k.transpose(1, 2), v.transpose(1, 2), layer.layer_idx)
         if not call.fresh:
-            if torch.is_grad_enabled() and (q.requires_grad or stored[0].requires_grad):
-                raise ValueError("attention: a gradient is wanted behind a cache, expected torch.no_grad() or no cache")
+            refuse_training(q, stored[0])
             (k, stride), (v, _) = _stored(stored[0]), _stored(stored[1])
             sequences = call.sequences(stored[0].shape[2], stride, q.device)
             return _run(flat(q), k, v, sequences, causal, scale, window).view(shape)
     sequences = call.sequences(k.shape[1], k.shape[1], q.device)
     q, k, v = (flat(t).contiguous() for t in (q, k, v))
     return _run(q, k, v, sequences, causal, scale, window).view(shape)
+
+
+def refuse_training(q: Tensor, k: Tensor) -> None:
+    """Raises ValueError for keys of a cache where a gradient is wanted."""
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
+        raise ValueError("attention: a gradient is wanted behind a cache, expected torch.no_grad() or no cache")
 
 
 @functools.cache
@@ -92,6 +145,9 @@ def paged_attention(
     cache: object,
     scale: float | None = None,
     window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+    chunk: int | None = None,
     **given,
 ) -> Tensor:
     """Returns the output of a step of continuous batching for q, k and v (1, tokens, heads, D).
@@ -124,18 +180,62 @@ def paged_attention(
         else:
             sequences = Sequences(*where, None, 0, longest, False, False)
         call.paged["known"][key] = sequences
-    out = _run(q.reshape(-1, *q.shape[-2:]), k, v, call.paged["known"][key], True, scale, window)
-    return out.view(q.shape)
+    sequences, more = call.paged["known"][key], (soft_cap, sinks, chunk)
+    out = _run(q.reshape(-1, *q.shape[-2:]).contiguous(), k, v, sequences, True, scale, window, *more)
+    return out.view(*q.shape[:-1], v.shape[-1])
 
 
-def not_applied(module: nn.Module, *args, **kwargs) -> None:
-    """Raises ValueError: only the layers of an applied model have our attention, not its configuration."""
-    raise ValueError(
-        f"{NAME}: a {type(module).__name__} got the configuration of an applied model; call apply on its own model, or "
-        "set another attn_implementation"
-    )
+def interface(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    cache: object = None,
+    **given,
+) -> tuple[Tensor, None]:
+    """Attention as Transformers' AttentionInterface has it: query, key and value (batch, heads, length, D), behind an
+    update of the cache. Returns the output (batch, length, heads, D)."""
+    call, kind = current(), type(module).__name__
+    if call is None:
+        raise ValueError(
+            f"{NAME}: a {kind} got the configuration of an applied model, or is called outside its model; call apply "
+            "on its own model, or set another attn_implementation"
+        )
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    refused = {name: given[name] for name in REFUSED if given.get(name) is not None}
+    refused |= {"dropout": dropout} if dropout else {}
+    refused |= {} if causal else {"is_causal": False}
+    if refused:
+        name, value = next(iter(refused.items()))
+        said = f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else str(value)
+        raise ValueError(f"{kind}: attention's {name} is {said}, expected none: it has no batch-invariant form here")
+    call.folds.use(s_aux)
+    more = {"scale": scaling, "window": sliding_window, "soft_cap": softcap, "sinks": s_aux}
+    more["chunk"] = getattr(attention_mask, CHUNK, None)
+    call.attended += 1
+    with torch._C.DisableTorchFunction():
+        q, k, v = (t.transpose(1, 2) for t in _autocast(query, key, value))
+        if call.paged is not None:
+            return paged_attention(module, q, k, v, call, cache=cache, **more, **given), None
+        flat = lambda t: t.reshape(-1, *t.shape[-2:]).contiguous()
+        if call.fresh and k.shape[1] == call.length:
+            k, v, stored, stride = flat(k), flat(v), k.shape[1], k.shape[1]
+        else:
+            refuse_training(q, k)
+            (k, stride), (v, _), stored = _stored(key), _stored(value), key.shape[2]
+        sequences = call.sequences(stored, stride, q.device, more["chunk"] or 1)
+        out = _run(flat(q), k, v, sequences, True, **more)
+        return out.view(*q.shape[:-1], v.shape[-1]), None
 
 
-AttentionInterface.register(NAME, not_applied)
+AttentionInterface.register(NAME, interface)
+AttentionInterface.register(PAGED, interface)
 for name in (NAME, PAGED):
     AttentionMaskInterface.register(name, padding_mask)

@@ -44,18 +44,25 @@ def check(model: nn.Module) -> list[Check]:
     The model is in eval mode meanwhile. Its `.grad` and its modes are put back. Raises ValueError where it has no
     embedding of token ids.
     """
+    embedding = token_embedding(model)
+    device, g = embedding.weight.device, torch.Generator().manual_seed(0)
+    ids = [torch.randint(1, embedding.num_embeddings, (n,), generator=g).to(device) for n in LENGTHS]
+    with as_it_was(model):
+        return [*_forward(model, ids), *_gradients(model, ids)]
+
+
+def token_embedding(model: nn.Module) -> nn.Embedding:
+    """Returns the embedding of a model's token ids. Raises ValueError where it has none."""
     inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
     embedding = inner.get_input_embeddings() if inner is not None else None
     if not isinstance(embedding, nn.Embedding):
         raise ValueError(f"apply: check is True for a {type(model).__name__}, expected a model that embeds token ids")
-    device, g = embedding.weight.device, torch.Generator().manual_seed(0)
-    ids = [torch.randint(1, embedding.num_embeddings, (n,), generator=g).to(device) for n in LENGTHS]
-    with _as_it_was(model):
-        return [*_forward(model, ids), *_gradients(model, ids)]
+    return embedding
 
 
 @contextmanager
-def _as_it_was(model: nn.Module) -> Iterator[None]:
+def as_it_was(model: nn.Module) -> Iterator[None]:
+    """Puts a model in eval mode, and back with its gradients afterwards."""
     modes, grads = {m: m.training for m in model.modules()}, {p: p.grad for p in model.parameters()}
     model.eval()
     try:
@@ -68,7 +75,7 @@ def _as_it_was(model: nn.Module) -> Iterator[None]:
             p.grad = grad
 
 
-def _padded(ids: list[Tensor], left: bool) -> tuple[dict[str, Tensor], list[slice]]:
+def padded(ids: list[Tensor], left: bool) -> tuple[dict[str, Tensor], list[slice]]:
     """Returns the arguments of a padded batch, and where in its row each sequence lies."""
     width = max(map(len, ids))
     at = [slice(width - len(s), width) if left else slice(0, len(s)) for s in ids]
@@ -79,7 +86,7 @@ def _padded(ids: list[Tensor], left: bool) -> tuple[dict[str, Tensor], list[slic
     return {"input_ids": rows, "attention_mask": mask, "position_ids": positions}, at
 
 
-def _results(model: nn.Module, **given) -> tuple[Tensor, object]:
+def results(model: nn.Module, **given) -> tuple[Tensor, object]:
     """Returns (a result a token or a sequence, the cache) of a call, of whose arguments the model takes some."""
     given["return_dict"] = True
     known = inspect.signature(model.forward).parameters
@@ -90,20 +97,20 @@ def _results(model: nn.Module, **given) -> tuple[Tensor, object]:
 
 
 def _by_sequence(model: nn.Module, ids: list[Tensor], left: bool) -> list[Tensor]:
-    given, at = _padded(ids, left)
-    y, _ = _results(model, **given, use_cache=False)
+    given, at = padded(ids, left)
+    y, _ = results(model, **given, use_cache=False)
     return [row[where] if y.dim() == 3 else row for row, where in zip(y, at)]
 
 
 def _decoded(model: nn.Module, ids: list[Tensor]) -> list[Tensor]:
     """Returns the results of the sequences' last tokens, decoded one by one in a left-padded batch; none without a
     cache."""
-    given, _ = _padded(ids, left=True)
+    given, _ = padded(ids, left=True)
     width, cache = given["input_ids"].shape[1], None
     parts = []
     for first, last in [(0, width - NEW), *((i, i + 1) for i in range(width - NEW, width))]:
         part = {k: v[:, first:last] for k, v in given.items()} | {"attention_mask": given["attention_mask"][:, :last]}
-        y, cache = _results(model, **part, past_key_values=cache, use_cache=True)
+        y, cache = results(model, **part, past_key_values=cache, use_cache=True)
         if cache is None:
             return []
         parts.append(y)

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
+from transformers.integrations.moe import use_experts_implementation
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.mistral import modeling_mistral as mistral
@@ -12,6 +13,8 @@ from transformers.models.qwen2 import modeling_qwen2 as qwen2
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from bi_kernels.integrations.transformers import modules
+from bi_kernels.integrations.transformers.norms import recognised
+from bi_kernels.integrations.transformers.routing import Routed, Trial
 from bi_kernels.integrations.transformers.swap import Swapped
 
 FAMILIES = {"Qwen3": qwen3, "Qwen2": qwen2, "Llama": llama, "Mistral": mistral}
@@ -24,6 +27,7 @@ SILU = (type(ACT2FN["silu"]), nn.SiLU)
 ADAPTERS = ("tuners.lora.layer.Linear", "tuners.lora.model.LoraModel", "utils.other.ModulesToSaveWrapper")
 PEFT_MODELS = "peft.peft_model"
 UNKNOWN = "not recognised"
+DRAWS = "attention_dropout is {}: it draws by place in the batch; set 0"
 WRAPPER = "not recognised: call apply on the model inside it"
 
 
@@ -32,8 +36,8 @@ Rule = Callable[[nn.Module], Answer]
 
 
 def _attention(module: nn.Module) -> Answer:
-    if module.attention_dropout:
-        return None, f"attention_dropout is {module.attention_dropout}: it draws by place in the batch; set 0"
+    if _draws(module):
+        return None, DRAWS.format(module.attention_dropout)
     if not 1 <= module.head_dim <= 256:
         return None, f"its heads are {module.head_dim} wide, the most are 256"
     of_mistral = isinstance(module, mistral.MistralAttention)
@@ -78,9 +82,30 @@ def _is_rms_norm(module: nn.Module) -> bool:
 
 
 def _keeps_attention(model: PreTrainedModel) -> bool:
-    """Tells whether all attention within a model is replaced, so that its masks can be too."""
+    """Tells whether all attention within a model is replaced, or called through Transformers' interface, so that its
+    masks can be too."""
+    if model._supports_attention_backend or model._supports_sdpa:
+        return True
     inner = [m for m in model.modules() if "attention" in type(m).__name__.lower()]
     return bool(inner) and all(classify(m)[0] is not None for m in inner)
+
+
+def _follows_batch(module: nn.Module) -> bool:
+    """Tells whether a rotary module's frequencies follow the longest sequence of a batch."""
+    kinds = getattr(module, "rope_type", "default")
+    kinds = (kinds,) if isinstance(kinds, str) else kinds.values()
+    return any("dynamic" in kind or kind == "longrope" for kind in kinds)
+
+
+def _draws(module: nn.Module) -> bool:
+    """Tells whether a module's attention draws by place in the batch where it trains."""
+    p = getattr(module, "attention_dropout", 0)
+    return isinstance(p, float | int) and p > 0 and not isinstance(module, PreTrainedModel)
+
+
+def _is_experts(module: nn.Module) -> bool:
+    """Tells whether a module's forward is what Transformers' experts interface says."""
+    return getattr(type(module).forward, "__globals__", {}).get("__name__") == use_experts_implementation.__module__
 
 
 def _is_activation(module: nn.Module) -> bool:
@@ -111,12 +136,33 @@ BY_CLASS = {getattr(family, f"{name}{part}"): rule for name, family in FAMILIES.
 BY_CLASS |= {nn.Linear: lambda m: (modules.Linear, ""), nn.Embedding: _embedding}
 BY_PROPERTY: tuple[tuple[Callable[[nn.Module], bool], Rule], ...] = (
     (_is_rms_norm, lambda m: (modules.RMSNorm, "")),
+    (lambda m: recognised(m) is not None, lambda m: (modules.Norm, "")),
     (lambda m: isinstance(m, PreTrainedModel), _model),
+    (_is_experts, lambda m: (modules.Experts, "")),
+    (_follows_batch, lambda m: (None, f"rope_type {m.rope_type!r} follows the longest sequence of the batch")),
+    (_draws, lambda m: (None, DRAWS.format(m.attention_dropout))),
     (lambda m: isinstance(m, GradientCheckpointingLayer), lambda m: (modules.Checkpointed, UNKNOWN)),
     (lambda m: isinstance(m, nn.modules.dropout._DropoutNd), _dropout),
     (lambda m: type(m) in CONTAINERS or _is_activation(m) or _is_adapter(m), lambda m: (None, "")),
     (lambda m: any(isinstance(part, PreTrainedModel) for part in m.modules()), lambda m: (None, WRAPPER)),
 )
+
+
+def tried(module: nn.Module, answer: Answer, trial: Trial) -> Answer:
+    """Returns the answer for a module that `classify` does not recognise, by what a trial call saw of it."""
+    kind, why = answer
+    if kind is None and not why and trial.functions.get(module):
+        return Routed, ""
+    if why != UNKNOWN:
+        return answer
+    if module not in trial.calls:
+        owns = any(True for _ in module.parameters(recurse=False))
+        return kind, "a trial call did not call it" if owns else ""
+    if unknown := trial.unknown.get(module):
+        return kind, f"{' and '.join(list(unknown)[:2])}: no batch-invariant form is known"
+    if trial.functions.get(module) and kind in (None, modules.Checkpointed):
+        kind = Routed if kind is None else modules.RoutedLayer
+    return kind, ""
 
 
 def classify(module: nn.Module) -> Answer:

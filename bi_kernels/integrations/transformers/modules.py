@@ -6,7 +6,7 @@ torch's own ops do.
 
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -17,8 +17,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import bi_kernels as bi
 from bi_kernels.integrations.transformers.attention import NAME, PAGED, attention, paged_attention
+from bi_kernels.integrations.transformers.experts import experts_forward
 from bi_kernels.integrations.transformers.gradients import Folds
 from bi_kernels.integrations.transformers.layout import arguments, current, read
+from bi_kernels.integrations.transformers.routing import ROUTED, routed
 from bi_kernels.integrations.transformers.scoring import causal_lm_loss
 from bi_kernels.integrations.transformers.swap import OPS, Swapped, check_parts
 from bi_kernels.tokens import TokenLayout, dense
@@ -48,9 +50,24 @@ def _ended(out: Tensor, folds: Folds, alone: bool) -> Tensor:
     return out
 
 
+def _unrouted(forward: Callable) -> Callable:
+    """Returns a forward made of our ops, which no mode around it has to see."""
+
+    @functools.wraps(forward)
+    def alone(*args, **kwargs):
+        with torch._C.DisableTorchFunction():
+            return forward(*args, **kwargs)
+
+    return alone
+
+
+NORM = "bi_kernels_norm"  # of a module: what it computes
+
+
 class Linear(Swapped):
     """linear"""
 
+    @_unrouted
     def forward(self, x: Tensor) -> Tensor:
         folds, alone = _folds()
         device, dtype = x.device.type, self.weight.dtype
@@ -65,6 +82,7 @@ class Linear(Swapped):
 class Embedding(Swapped):
     """embedding"""
 
+    @_unrouted
     def forward(self, ids: Tensor) -> Tensor:
         folds, alone = _folds()
         folds.use(self.weight, embedding=True)
@@ -72,17 +90,67 @@ class Embedding(Swapped):
             return _ended(_ops(self).embedding(ids, self.weight, self.padding_idx), folds, alone)
 
 
+def _is_turned(x: Tensor) -> bool:
+    """Tells whether x is (batch, heads, length, D), where the op wants (batch, length, heads, D)."""
+    if x.dim() != 4 or 1 in x.shape[1:3]:
+        return x.dim() == 4 and x.shape[1] != 1 and _rows_of(x.shape[:2]) is False
+    return x.stride(1) < x.stride(2) or _rows_of(x.shape[:2]) is False and _rows_of((x.shape[0], x.shape[2])) is True
+
+
+def _rows_of(lead: Sequence[int]) -> bool | None:
+    """Tells whether leading dimensions are the tokens of the call; None if nobody knows these."""
+    call = current()
+    return None if call is None else lead[0] * lead[1] == call.batch * call.length
+
+
+def _normed(norm: Callable, x: Tensor) -> Tensor:
+    """Applies a norm to x, tokens first."""
+    if not _is_turned(x):
+        return norm(x)
+    return norm(x.transpose(1, 2)).transpose(1, 2)
+
+
+class Norm(Swapped):
+    """its norm, recognised by what it computes"""
+
+    @_unrouted
+    def forward(self, x: Tensor) -> Tensor:
+        folds, alone = _folds()
+        dtype = torch.promote_types(x.dtype, self.weight.dtype)
+        weight, bias = folds.cast(self.weight, dtype), folds.cast(self._parameters.get("bias"), dtype)
+
+        def norm(x: Tensor) -> Tensor:
+            with _rows(x.shape[:-2] if x.dim() == 4 else x.shape[:-1]):
+                return self.__dict__[NORM](x.to(dtype), weight, bias)
+
+        return _ended(_normed(norm, x), folds, alone)
+
+
 class RMSNorm(Swapped):
     """rms_norm, or qk_norm over heads"""
 
+    @_unrouted
     def forward(self, x: Tensor) -> Tensor:
         folds, alone = _folds()
         eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
         dtype = torch.promote_types(x.dtype, self.weight.dtype)
-        norm, lead = (_ops(self).qk_norm, x.shape[:-2]) if x.dim() == 4 else (bi.rms_norm, x.shape[:-1])
+        op, features = (_ops(self).qk_norm, 2) if x.dim() == 4 else (bi.rms_norm, 1)
         eps = torch.finfo(x.dtype).eps if eps is None else eps
-        with _rows(lead):
-            return _ended(norm(x.to(dtype), folds.cast(self.weight, dtype), eps), folds, alone)
+        weight = folds.cast(self.weight, dtype)
+
+        def norm(x: Tensor) -> Tensor:
+            with _rows(x.shape[:-features]):
+                return op(x.to(dtype), weight, eps)
+
+        return _ended(_normed(norm, x), folds, alone)
+
+
+class Experts(Swapped):
+    """grouped_linear, and a combination in the experts' order"""
+
+    @_unrouted
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return experts_forward(self, hidden_states, top_k_index, top_k_weights)
 
 
 class MLP(Swapped):
@@ -188,9 +256,12 @@ class Checkpointed(Swapped):
         self.__dict__["_gradient_checkpointing_func"] = function
 
 
-def _model_forward(forward: Callable) -> Callable:
-    @functools.wraps(forward)
+def _model_forward(plain: Callable) -> Callable:
+    with_mode = routed(plain)
+
+    @functools.wraps(plain)
     def forward_of_a_call(self, *args, **kwargs):
+        forward = with_mode if self.__dict__.get(ROUTED) else plain
         if not isinstance(self, Model) or current() is not None:
             return forward(self, *args, **kwargs)
         if not torch.compiler.is_compiling():
@@ -200,7 +271,7 @@ def _model_forward(forward: Callable) -> Callable:
             return forward(self, *args, **kwargs)
         if trains and getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
             raise ValueError("apply: the model is in a DistributedDataParallel, expected one process")
-        bound, given = arguments(forward, self, *args, **kwargs)
+        bound, given = arguments(plain, self, *args, **kwargs)
         call = read(**given)
         if self.whole and given.get("position_ids") is None and (positions := call.positions()) is not None:
             bound.arguments["position_ids"] = positions
@@ -221,6 +292,15 @@ def _model_forward(forward: Callable) -> Callable:
         return out
 
     return forward_of_a_call
+
+
+class RoutedLayer(Checkpointed):
+    """its functions, routed; what checkpointing computes again knows the call's sequences"""
+
+    @classmethod
+    def members(cls, replaces: type[nn.Module]) -> dict:
+        """Returns the replaced forward within the mode."""
+        return {"forward": routed(replaces.forward)}
 
 
 class Model(Swapped):

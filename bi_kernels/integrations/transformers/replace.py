@@ -9,13 +9,15 @@ from bi_kernels.contract import DTYPES
 from bi_kernels.integrations.transformers import modules, ranks
 from bi_kernels.integrations.transformers.attention import NAME
 from bi_kernels.integrations.transformers.check import check as compare_bits
-from bi_kernels.integrations.transformers.classify import SILU, classify
+from bi_kernels.integrations.transformers.classify import SILU, UNKNOWN, classify, tried
 from bi_kernels.integrations.transformers.gradients import BUFFERS, forget
+from bi_kernels.integrations.transformers.norms import recognised
 from bi_kernels.integrations.transformers.report import Report
+from bi_kernels.integrations.transformers.routing import ROUTED, Routed, Trial, stock_logits
 from bi_kernels.integrations.transformers.swap import PARTS, Swapped, remember_parts, swapped
 from bi_kernels.parallel.tensor import TensorParallel
 
-PARAMETERS = (modules.Linear, modules.Embedding, modules.RMSNorm)
+PARAMETERS = (modules.Linear, modules.Embedding, modules.RMSNorm, modules.Norm, modules.Experts)
 
 
 def _check(model: nn.Module) -> None:
@@ -43,7 +45,7 @@ def _check(model: nn.Module) -> None:
             raise ValueError(f"apply: {name} has a main_grad already, expected none: apply keeps its own")
 
 
-def _reported(model: nn.Module, plan: dict[str, tuple[type[Swapped] | None, str]]) -> Report:
+def _reported(model: nn.Module, plan: dict[str, tuple[type[Swapped] | None, str]], trial: Trial | None) -> Report:
     report, named = Report(), dict(model.named_modules())
     report.kinds = {name: type(module).__name__ for name, module in named.items()}
     for name, (kind, why) in plan.items():
@@ -52,6 +54,8 @@ def _reported(model: nn.Module, plan: dict[str, tuple[type[Swapped] | None, str]
             report.replaced[name] = "SiLU in its MLP's swiglu"
         elif why:
             report.left[name] = why
+        elif kind in (Routed, modules.RoutedLayer):
+            report.replaced[name] = f"PyTorch's functions, routed: {', '.join(sorted(trial.functions[named[name]]))}"
         elif kind is None or kind is modules.Checkpointed:
             report.containers[name] = type(named[name]).__name__
         else:
@@ -64,10 +68,12 @@ def _reported(model: nn.Module, plan: dict[str, tuple[type[Swapped] | None, str]
         at = [plan[n.rpartition(".")[0]][0] for n in owners[id(p)]]
         if not p.requires_grad:
             report.folded[name] = "frozen"
-        elif not all(kind in PARAMETERS for kind in at):
+        elif trial is not None and id(p) in trial.again:
+            report.others[name] = "a call uses it more than once"
+        elif not all(kind in PARAMETERS for kind in at) and (trial is None or id(p) not in trial.folded):
             owner = report.kinds[owners[id(p)][0].rpartition(".")[0]]
             report.others[name] = f"its {owner} is PyTorch's"
-        elif len(at) > 1 and sorted(k.__name__ for k in at) != ["Embedding", "Linear"]:
+        elif len(at) > 1 and sorted(k.__name__ for k in at if k) != ["Embedding", "Linear"] and trial is None:
             report.others[name] = f"{' and '.join(owners[id(p)][:2])} share it"
         else:
             report.folded[name] = "tied" if len(at) > 1 else "fp32 fold"
@@ -97,21 +103,30 @@ def apply(
     plan = {name: classify(module) for name, module in named.items()}
     if all(kind is None for kind, _ in plan.values()):
         raise ValueError(f"apply: model is a {type(model).__name__}, expected one with a module that can be replaced")
-    report, done = _reported(model, plan), []
-    _answer(report, strict)
+    done: list[nn.Module] = []
+    trial, stock = None, stock_logits(model) if any(why == UNKNOWN for _, why in plan.values()) else None
     try:
-        for name, (kind, _) in plan.items():
-            if kind is not None:
-                module = named[name]
-                module.__class__ = swapped(type(module), kind)
-                done.append(module)
-                if kind is modules.LanguageModel:
-                    module.__dict__["bi_kernels_before"] = module.config._attn_implementation
+        _swap(named, plan, done)
+        if stock is not None:
+            trial = Trial(model, stock)
+            if trial.error:  # its attention and its masks stay PyTorch's
+                _undo(done)
+                why, done = trial.error, []
+                plan = {n: (modules.Model if k is modules.LanguageModel else k, w) for n, (k, w) in plan.items()}
+                _swap(named, plan, done)
+                trial = Trial(model, stock)
+                why = trial.error or why
+            if trial.error:
+                plan = {n: (k, f"{w}, and {why}" if w == UNKNOWN else w) for n, (k, w) in plan.items()}
+                trial = None
+            else:
+                plan = {name: tried(named[name], answer, trial) for name, answer in plan.items()}
+                _swap(named, plan, done, trial)
+        report = _reported(model, plan, trial)
+        _answer(report, strict)
         for module in done:
             if isinstance(module, modules.Model):
                 remember_parts(module)
-            if isinstance(module, modules.LanguageModel):
-                module.set_attn_implementation(NAME)
         if group is not None:
             ranks.share(model, TensorParallel(group))
         if check:
@@ -125,6 +140,26 @@ def apply(
     if not report.split_invariant:
         warnings.warn(f"apply: {type(model).__name__}: {' '.join(report.verdict)}", stacklevel=2)
     return report
+
+
+def _swap(named: dict, plan: dict, done: list[nn.Module], trial: Trial | None = None) -> None:
+    """Puts in what is planned, and is not in yet; a model's own code is routed where the trial says so."""
+    for name, (kind, _) in plan.items():
+        module = named[name]
+        if trial is not None and isinstance(module, modules.Model):
+            module.__dict__[ROUTED] = bool(trial.functions.get(module))
+        if kind is None or isinstance(module, kind):
+            continue
+        if not isinstance(module, Swapped):
+            done.append(module)
+        if kind is modules.Norm:
+            module.__dict__[modules.NORM] = recognised(module)
+        module.__class__ = swapped(getattr(type(module), "replaces", type(module)), kind)
+        if kind is modules.LanguageModel:
+            module.__dict__["bi_kernels_before"] = module.config._attn_implementation
+    for module in done if trial is None else ():
+        if isinstance(module, modules.LanguageModel):
+            module.set_attn_implementation(NAME)
 
 
 def _answer(report: Report, strict: bool) -> None:
@@ -152,6 +187,6 @@ def _undo(done: list[nn.Module]) -> None:
         before = module.__dict__.pop("bi_kernels_before", None)
         if before is not None:
             module.config._attn_implementation_internal = before
-        for kept in ("bi_kernels_table", PARTS):
+        for kept in ("bi_kernels_table", PARTS, ROUTED, modules.NORM):
             module.__dict__.pop(kept, None)
         module.__class__ = type(module).replaces

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bi_kernels.checks import can_wait, check, integers, mark_validated, needs_validation, once, widened
+from bi_kernels.checks import can_wait, check, check_shape, integers, mark_validated, needs_validation, once, widened
 from bi_kernels.ops.attention.forward import rows
 from bi_kernels.ops.attention.padded import check_values
 from bi_kernels.ops.attention.schedule import Batch, Sequences
-from bi_kernels.scalars import check_flag, check_fp32, check_integer, check_number, truncated_repr
+from bi_kernels.scalars import check_flag, check_fp32, check_integer, check_number, check_positive, truncated_repr
 
 WIDEST = 2**30  # keys; a wider window is none
 MOST_HEADS = 128  # that models have; more of them are tokens, most likely
@@ -49,13 +49,18 @@ class Arguments(NamedTuple):
     scale: float
     window: int  # 0: none
     shape: torch.Size  # of q as it was given
+    sinks: Tensor | None = None  # (heads of q,), contiguous
+    soft_cap: float = 0.0  # 0: none
+    chunk: int = 0  # 0: none
 
 
 @once
-def _checked(*args) -> tuple[float, int, bool]:
-    """Checks what can be, but for values. Returns the scale, the window, and whether tokens and heads are exchanged by
-    all appearances: a batch has more heads than models have, or more queries than keys, which are key heads then."""
-    q, k, v, cu_seqlens_q, cu_seqlens_k, lengths_q, lengths_k, left_padded, block_table, causal, scale, window = args
+def _checked(*args) -> tuple[float, int, int, float, bool]:
+    """Checks what can be, but for values. Returns the scale, the window, the chunk, the cap, and whether tokens and
+    heads are exchanged by all appearances: a batch has more heads than models have, or more queries than keys, which
+    are key heads then."""
+    q, k, v, cu_seqlens_q, cu_seqlens_k, lengths_q, lengths_k, left_padded, block_table, *constants = args
+    causal, scale, window, sinks, chunk, soft_cap = constants
     op = "attention"
     check(op, q=q, k=k, v=v)
     for name, flag in (("causal", causal), ("left_padded", left_padded)):
@@ -67,10 +72,10 @@ def _checked(*args) -> tuple[float, int, bool]:
             f"{op}: q has shape {tuple(q.shape)}, expected {words} {'with' if packed else 'without'} cu_seqlens_q"
         )
     kv_dims = 4 if block_table is not None else dims
-    if k.dim() != kv_dims or k.shape != v.shape:
+    if k.dim() != kv_dims or k.shape[:-1] != v.shape[:-1]:
         raise ValueError(
             f"{op}: k has shape {tuple(k.shape)} and v {tuple(v.shape)}, expected both of {kv_dims} dimensions "
-            "and equal"
+            "and equal but for the last"
         )
     heads, width = q.shape[-2:]
     if k.shape[-1] != width or not heads or not k.shape[-2] or heads % k.shape[-2]:
@@ -80,10 +85,21 @@ def _checked(*args) -> tuple[float, int, bool]:
         )
     if not 1 <= width <= 256:
         raise ValueError(f"{op}: q has heads of width {width}, expected 1 to 256")
+    if not 1 <= v.shape[-1] <= 256:
+        raise ValueError(f"{op}: v has heads of width {v.shape[-1]}, expected 1 to 256")
+    if sinks is not None:
+        check(op, same_dtype=getattr(sinks, "dtype", None) != torch.float32, q=q, sinks=sinks)
+        check_shape(op, "sinks", sinks, q.shape[-2:-1], "a logit for each of q's heads")
     if window is not None and (check_integer(op, "window", window) < 1 or not causal):
         raise ValueError(
             f"{op}: window is {truncated_repr(window)} and causal is {causal}, expected at least 1, and causal"
         )
+    if chunk is not None and (check_integer(op, "chunk", chunk) < 1 or not causal or window is not None):
+        raise ValueError(
+            f"{op}: chunk is {truncated_repr(chunk)}, causal is {causal} and window is {truncated_repr(window)}, "
+            "expected at least 1, causal, and no window"
+        )
+    soft_cap = 0.0 if soft_cap is None else check_positive(op, "soft_cap", soft_cap)
     if scale is not None and not check_fp32(op, "scale", check_number(op, "scale", scale)) > 0:
         raise ValueError(f"{op}: scale is {scale}, expected a positive number")
     if packed and (lengths_q is not None or left_padded or lengths_k is not None and block_table is None):
@@ -124,7 +140,8 @@ def _checked(*args) -> tuple[float, int, bool]:
     exchanged = False
     if not packed and block_table is None:
         exchanged = q.shape[2] > MOST_HEADS or causal and q.shape[2] == k.shape[2] and 0 < k.shape[1] < q.shape[1]
-    return width**-0.5 if scale is None else float(scale), min(window or 0, WIDEST), exchanged
+    spans = min(window or 0, WIDEST), min(chunk or 0, WIDEST)
+    return width**-0.5 if scale is None else float(scale), *spans, soft_cap, exchanged
 
 
 def _check_pages(block_table: Tensor, lengths: Tensor, k: Tensor) -> None:
@@ -152,10 +169,14 @@ def arguments(
     causal: bool = True,
     scale: float | None = None,
     window: int | None = None,
+    sinks: Tensor | None = None,
+    chunk: int | None = None,
+    soft_cap: float | None = None,
 ) -> Arguments:
     """Checks the arguments of `attention` and finds the sequences of the call. Raises what `attention` does."""
     where = cu_seqlens_q, cu_seqlens_k, lengths_q, lengths_k
-    scale, window, exchanged = _checked(q, k, v, *where, left_padded, block_table, causal, scale, window)
+    constants = causal, scale, window, sinks, chunk, soft_cap
+    scale, window, chunk, soft_cap, exchanged = _checked(q, k, v, *where, left_padded, block_table, *constants)
     if exchanged and not torch.compiler.is_compiling():
         warnings.warn(
             f"attention: q has shape {tuple(q.shape)} and k {tuple(k.shape)}, which is {q.shape[1]} queries of "
@@ -166,7 +187,7 @@ def arguments(
     packed, paged, batch = cu_seqlens_q is not None, block_table is not None, None
     page, longest = 0, k.shape[0] if packed else k.shape[1]
     if paged:
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, sinks)):
             raise ValueError(
                 "attention: block_table has no backward, expected inputs that require no gradient, or torch.no_grad()"
             )
@@ -191,5 +212,5 @@ def arguments(
     full_q = can_wait(q) if packed else lengths_q is None
     full_k = packed and can_wait(q) if packed or paged else lengths_k is None
     sequences = Sequences(first_q, length_q, first_k, length_k, block_table, page, longest, full_q, full_k, batch)
-    q = q.contiguous()
-    return Arguments(q, _with_strides(k), _with_strides(v), sequences, causal, scale, window, q.shape)
+    q, k, v = q.contiguous(), _with_strides(k), _with_strides(v)
+    return Arguments(q, k, v, sequences, causal, scale, window, q.shape, sinks, soft_cap, chunk)

@@ -8,17 +8,18 @@ from torch import Tensor
 from bi_kernels.checks import mark_validated, needs_validation
 from bi_kernels.op import Op
 from bi_kernels.ops.attention.arguments import Arguments, arguments
-from bi_kernels.ops.attention.backward import attention_backward
+from bi_kernels.ops.attention.backward import attention_backward, sinks_gradient
 from bi_kernels.ops.attention.forward import attention_forward, rows
 from bi_kernels.ops.attention.padded import materialize_offsets
 from bi_kernels.ops.attention.schedule import SCHEDULE, Schedule, Sequences, current_schedule, using
-from bi_kernels.tokens import TokenLayout, current_layout, inferred_any
+from bi_kernels.tokens import TokenLayout, current_layout, gradient_of, inferred_any, training_arguments
 
 
 def _launch(
     q,
     k,
     v,
+    sinks,
     first_q,
     length_q,
     first_k,
@@ -31,36 +32,50 @@ def _launch(
     causal: bool,
     scale: float,
     window: int,
+    soft_cap: float,
+    chunk: int,
+    layout=None,
+    buffer=None,
 ) -> list[Tensor]:
     sequences = Sequences(first_q, length_q, first_k, length_k, pages, page, longest, full_q, full_k)
-    return attention_forward(q, k, v, sequences, causal, scale, window)
+    return attention_forward(q, k, v, sequences, causal, scale, window, sinks, soft_cap, chunk)
 
 
-def _fake(q, *_):
-    return [torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:2], dtype=torch.float32)]
+def _fake(q, k, v, *_):
+    return [q.new_empty((*q.shape[:2], v.shape[-1])), q.new_empty(q.shape[:2], dtype=torch.float32)]
 
 
 def _save(ctx, inputs, outputs):
-    q, k, v, *where = inputs[:7]
-    ctx.full, ctx.constants, ctx.schedule = inputs[10:12], inputs[12:], current_schedule()
-    ctx.save_for_backward(q, k, v, *outputs, *where)
+    q, k, v, sinks, *where = inputs[:8]
+    ctx.full, ctx.constants, ctx.schedule = inputs[11:13], inputs[13:18], current_schedule()
+    ctx.layout, ctx.buffer = inputs[18:]
+    ctx.parameter = sinks  # see _Linear
+    ctx.save_for_backward(q, k, v, sinks, *outputs, *where)
 
 
 def _backward(ctx, d_out, d_lse):
-    q, k, v, out, lse, *where = ctx.saved_tensors
+    q, k, v, sinks, out, lse, *where = ctx.saved_tensors
     (needs_q, needs_k, needs_v), (full_q, full_k) = ctx.needs_input_grad[:3], ctx.full
     needs = (q, needs_q, full_q), (k, needs_k or needs_v, full_k), (v, needs_k or needs_v, full_k)
     new = lambda full: torch.empty_like if full else torch.zeros_like
     grads = [new(full)(t, memory_format=torch.contiguous_format) if needed else None for t, needed, full in needs]
     d_out = torch.zeros_like(out) if d_out is None else d_out
+    trains, d_sinks = ctx.needs_input_grad[3], None
+    delta = torch.empty_like(lse) if trains else None
+    *constants, soft_cap, chunk = ctx.constants
     with using(ctx.schedule):
-        attention_backward(d_out, d_lse, q, k, v, out, lse, where, *ctx.constants, *grads)
-    return *grads, *[None] * 12
+        attention_backward(d_out, d_lse, q, k, v, out, lse, where, *constants, *grads, delta, soft_cap, chunk)
+    if trains:
+        d_sinks, continues = gradient_of("attention", ctx.parameter, "sinks", ctx.buffer)
+        sinks_gradient(lse, delta, sinks, ctx.layout, d_sinks, continues)
+        d_sinks = None if continues else d_sinks
+    return *grads, d_sinks, *[None] * 16
 
 
-def _flat(q, k, v, sequences: Sequences, *constants) -> tuple:
+def _flat(q, k, v, sequences: Sequences, causal, scale, window, sinks, *constants) -> tuple:
     """Returns the arguments of `_launch`."""
-    return rows(q), rows(k), rows(v), *materialize_offsets(sequences, q.device)[:-1], *constants
+    where = materialize_offsets(sequences, q.device)[:-1]
+    return rows(q), rows(k), rows(v), sinks, *where, causal, scale, window, *constants
 
 
 _attention = Op("attention", _launch, _backward, _fake, _save, direct=attention_forward, flat=_flat)
@@ -68,22 +83,28 @@ _attention = Op("attention", _launch, _backward, _fake, _save, direct=attention_
 
 def attend(call: Arguments, schedule: Schedule = SCHEDULE) -> tuple[Tensor, Tensor]:
     """Returns what `attention` does, computed in a schedule; under torch.compile in the default one."""
+    given, sinks, lead = (*call[:7], *call[8:]), call.sinks, call.shape[:-1]
+    training = lambda: (None, None)
+    if sinks is not None:
+        training = lambda: training_arguments("attention", call.q, 2, sinks=sinks)
     if schedule is SCHEDULE:
-        out, lse = _attention(*call[:7])
+        out, lse = _attention(*given, training=training)
     else:
         with using(schedule):
-            out, lse = _attention(*call[:7])
-    return (out, lse) if out.shape == call.shape else (out.view(call.shape), lse.view(call.shape[:-1]))
+            out, lse = _attention(*given, training=training)
+    return (out, lse) if lse.shape == lead else (out.view(*lead, out.shape[-1]), lse.view(lead))
 
 
-def _warn_of_layout(q: Tensor, cu_seqlens_q: Tensor | None, lengths_q: Tensor | None, left_padded: bool) -> None:
+def _warn_of_layout(
+    q: Tensor, cu_seqlens_q: Tensor | None, lengths_q: Tensor | None, left_padded: bool, folds: bool
+) -> None:
     """Warns where a forward that trains is given other sequences than the token layout that is entered, or where none
-    is and other ops fold parameters' gradients by the shapes that they see."""
+    is and it, or another op, `folds` parameters' gradients by the shapes that they see."""
     layout, width = current_layout("attention"), q.shape[1]
     name, value, how = "lengths_q", lengths_q, (width, left_padded)
     if lengths_q is None:
         name, value, how = "cu_seqlens_q", cu_seqlens_q, ()
-    if layout is None and inferred_any.get():
+    if layout is None and (folds or inferred_any.get()):
         warnings.warn(
             f"attention: {len(value) - (lengths_q is None)} packed or padded sequences, but no token layout is "
             "entered, so parameters' gradients depend on the batch; expected the forward inside "
@@ -113,6 +134,7 @@ def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None = None,
     *,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_q: Tensor | None = None,
@@ -124,6 +146,8 @@ def attention(
     causal: bool = True,
     scale: float | None = None,
     window: int | None = None,
+    chunk: int | None = None,
+    soft_cap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns softmax(q kᵀ · scale) v and its LSE: (out like q, lse (…, query heads) fp32, natural logarithm).
 
@@ -132,10 +156,16 @@ def attention(
     capacity, key heads, D), of which lengths_q and lengths_k (B,) count, at the start of each row or, left_padded, at
     its end; so with a cache in k and v, its new keys included. Paged: k and v (pages, page size, key heads, D) and
     block_table (B, pages of the longest) integers; needs lengths_k; has no backward. Query heads are a multiple of key
-    heads (GQA); D is at most 256; scale is D ** -0.5 unless given.
+    heads (GQA); D is at most 256, and so is v's width, which out has; scale is D ** -0.5 unless given.
+
+    soft_cap: scores are soft_cap · tanh(q kᵀ · scale / soft_cap), as in Gemma 2. sinks: one logit for each query head
+    that joins the maximum and the sum, and has no value, as in gpt-oss; (query heads,) of q's dtype or fp32. Its
+    gradient is folded over the tokens of the layout and goes on in `sinks.main_grad`. Neither has any part in a query
+    that sees no key.
 
     causal: the last query sees all keys, each one before it one less. window: a query sees itself and the window − 1
-    keys before it. A query that sees no key gives 0 and −inf, and so does padding. Bits are promised for finite v: a
+    keys before it. chunk: a query sees keys of its own chunk of so many alone, counted from the sequence's first, as in
+    Llama 4. A query that sees no key gives 0 and −inf, and so does padding. Bits are promised for finite v: a
     NaN or Inf in it may reach queries of its own sequence that do not see it. Raises ValueError and TypeError with one
     sentence.
     """
@@ -146,8 +176,8 @@ def attention(
             )
         cu_seqlens_q = cu_seqlens
     where = cu_seqlens_q, cu_seqlens_k, lengths_q, lengths_k, left_padded, block_table
-    call = arguments(q, k, v, *where, causal, scale, window)
+    call = arguments(q, k, v, *where, causal, scale, window, sinks, chunk, soft_cap)
     told = cu_seqlens_q is not None and len(cu_seqlens_q) > 2 or lengths_q is not None
     if told and not torch.compiler.is_compiling() and torch.is_grad_enabled() and q.requires_grad:
-        _warn_of_layout(q, cu_seqlens_q, lengths_q, left_padded)
+        _warn_of_layout(q, cu_seqlens_q, lengths_q, left_padded, sinks is not None and sinks.requires_grad)
     return attend(call)

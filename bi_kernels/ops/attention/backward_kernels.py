@@ -2,14 +2,16 @@
 
 dK and dV are summed over the queries of each head of the group, head after head, in slabs of 16 from the sequence's
 first query; dQ over the keys in slabs of 16. So every tile is free. Rounding points: the probabilities, and
-dS = P (dP − Σ out dout), are rounded to the storage dtype for their products; each gradient once.
+dS = P (dP − Σ out dout), with a cap times the slope of tanh, are rounded to the storage dtype for their products; each
+gradient once. A sink has a probability, too, and a dP of 0: its gradient is folded over the tokens of the layout.
 """
 
 import triton
 import triton.language as tl
 
 from bi_kernels.launch import jit
-from bi_kernels.ops.attention.schedule import seen, sequence_of
+from bi_kernels.ops.attention.schedule import capped, seen, sequence_of
+from bi_kernels.ops.fold import add_rows
 
 
 @jit(do_not_specialize=["rows_total"])
@@ -37,6 +39,18 @@ def _probability(score, scale, log_sum):
 
 
 @triton.jit
+def _probabilities(score, scale, steep, log_sum):
+    """Returns the probabilities, and those times the slope of a cap."""
+    if steep is not None:
+        score = capped(score, steep)
+    p = _probability(score, scale, log_sum)
+    weight = p
+    if steep is not None:
+        weight = p * (1.0 - score * score)
+    return p, weight
+
+
+@triton.jit
 def _keys_step(
     sums,
     given,
@@ -44,14 +58,18 @@ def _keys_step(
     row,
     token,
     scale,
+    steep,
     window,
     width,
+    width_v,
     HEADS: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     MASKED: tl.constexpr,
     EVEN: tl.constexpr,
     D: tl.constexpr,
+    EVEN_V: tl.constexpr,
+    DV: tl.constexpr,
 ):
     """Adds what some queries of one head give to dK and dV of a tile of keys."""
     dk, dv = sums
@@ -62,11 +80,15 @@ def _keys_step(
     inside = token < queries  # beyond them dout is 0, and so is what it adds
     there = inside[:, None] & ((d < width)[None, :] | EVEN)
     qt = tl.load(q + at[:, None] * width + d[None, :], mask=there, other=0.0)
-    do = tl.load(d_out + at[:, None] * width + d[None, :], mask=there, other=0.0)
+    wide = width
+    if width_v is not None:
+        wide, d = width_v, tl.arange(0, DV)
+        there = inside[:, None] & ((d < wide)[None, :] | EVEN_V)
+    do = tl.load(d_out + at[:, None] * wide + d[None, :], mask=there, other=0.0)
     log_sum = tl.load(lse + at, mask=inside, other=0.0) * 1.4426950408889634
     less = tl.load(delta + at, mask=inside, other=0.0)
-    p = _probability(tl.dot(k_tile, qt.T, input_precision="ieee"), scale, log_sum[None, :])
-    ds = p * (tl.dot(v_tile, do.T, input_precision="ieee") - less[None, :])
+    p, weight = _probabilities(tl.dot(k_tile, qt.T, input_precision="ieee"), scale, steep, log_sum[None, :])
+    ds = weight * (tl.dot(v_tile, do.T, input_precision="ieee") - less[None, :])
     if MASKED:
         visible = seen(key, token + length - queries, length, window, CAUSAL, WINDOW)
         p, ds = tl.where(visible.T, p, 0.0), tl.where(visible.T, ds, 0.0)
@@ -95,9 +117,11 @@ def keys_backward_kernel(
     head_k,
     head_v,
     scale,
+    steep,
     factor,
     window,
     width,
+    width_v,
     COUNT: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
@@ -105,6 +129,8 @@ def keys_backward_kernel(
     BLOCK_M: tl.constexpr,
     D: tl.constexpr,
     EVEN: tl.constexpr,
+    DV: tl.constexpr,
+    EVEN_V: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
@@ -120,17 +146,26 @@ def keys_backward_kernel(
     row_k = tl.load(first_k + sequence, mask=known, other=0).to(tl.int64) + key
     there = (key < length)[:, None] & ((d < width)[None, :] | EVEN)
     k_tile = tl.load(k + head.to(tl.int64) * head_k + row_k[:, None] * stride_k + d[None, :], mask=there, other=0.0)
-    v_tile = tl.load(v + head.to(tl.int64) * head_v + row_k[:, None] * stride_v + d[None, :], mask=there, other=0.0)
+    wide, dv_col, there_v = width, d, there
+    if width_v is not None:
+        wide, dv_col = width_v, tl.arange(0, DV)
+        there_v = (key < length)[:, None] & ((dv_col < wide)[None, :] | EVEN_V)
+    v_at = v + head.to(tl.int64) * head_v + row_k[:, None] * stride_v + dv_col[None, :]
+    v_tile = tl.load(v_at, mask=there_v, other=0.0)
     begin, middle, end = 0, 0, queries  # queries that see some key; from `middle` on, all of them see all
     if CAUSAL:
         begin = tl.maximum(tile * BLOCK_N + queries - length, 0) // BLOCK_M * BLOCK_M
         middle = tl.cdiv(tl.maximum(tile * BLOCK_N + BLOCK_N - 1 + queries - length, 0), BLOCK_M) * BLOCK_M
-    if WINDOW:
+    if WINDOW == 2:  # the chunk of the tile's last key
+        last = ((tile * BLOCK_N + BLOCK_N - 1) // window + 1) * window
+        end = tl.minimum(end, tl.maximum(last + queries - length, 0))
+        middle = end
+    elif WINDOW:
         end = tl.minimum(end, tl.maximum(tile * BLOCK_N + BLOCK_N - 1 + window + queries - length, 0))
         middle = end
     middle = tl.minimum(tl.maximum(middle, begin), tl.maximum(end, begin))
     dk_tile = tl.zeros((BLOCK_N, D), dtype=tl.float32)
-    dv_tile = tl.zeros((BLOCK_N, D), dtype=tl.float32)
+    dv_tile = tl.zeros((BLOCK_N, DV), dtype=tl.float32)
     given, cache = (q, d_out, lse, delta, queries), (k_tile, v_tile, key, length)
     for member in range(GROUP):
         row = tl.load(first_q + sequence, mask=known, other=0).to(tl.int64) * (HEADS * GROUP) + head * GROUP + member
@@ -138,17 +173,53 @@ def keys_backward_kernel(
             token = start + tl.arange(0, BLOCK_M)
             sums = dk_tile, dv_tile
             dk_tile, dv_tile = _keys_step(
-                sums, given, cache, row, token, scale, window, width, HEADS * GROUP, CAUSAL, WINDOW, True, EVEN, D
+                sums,
+                given,
+                cache,
+                row,
+                token,
+                scale,
+                steep,
+                window,
+                width,
+                width_v,
+                HEADS * GROUP,
+                CAUSAL,
+                WINDOW,
+                True,
+                EVEN,
+                D,
+                EVEN_V,
+                DV,
             )
         for start in range(middle, end, BLOCK_M):
             token = start + tl.arange(0, BLOCK_M)
             sums = dk_tile, dv_tile
             dk_tile, dv_tile = _keys_step(
-                sums, given, cache, row, token, scale, window, width, HEADS * GROUP, CAUSAL, WINDOW, False, EVEN, D
+                sums,
+                given,
+                cache,
+                row,
+                token,
+                scale,
+                steep,
+                window,
+                width,
+                width_v,
+                HEADS * GROUP,
+                CAUSAL,
+                WINDOW,
+                False,
+                EVEN,
+                D,
+                EVEN_V,
+                DV,
             )
     at = (row_k[:, None] * HEADS + head) * width + d[None, :]
     tl.store(dk + at, (dk_tile * factor + 0.0).to(dk.dtype.element_ty), mask=there)
-    tl.store(dv + at, (dv_tile + 0.0).to(dv.dtype.element_ty), mask=there)
+    if width_v is not None:
+        at = (row_k[:, None] * HEADS + head) * wide + dv_col[None, :]
+    tl.store(dv + at, (dv_tile + 0.0).to(dv.dtype.element_ty), mask=there_v)
 
 
 @triton.jit
@@ -158,14 +229,18 @@ def _queries_step(
     cache,
     start,
     scale,
+    steep,
     window,
     width,
+    width_v,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     MASKED: tl.constexpr,
     EVEN: tl.constexpr,
     BLOCK: tl.constexpr,
     D: tl.constexpr,
+    EVEN_V: tl.constexpr,
+    DV: tl.constexpr,
 ):
     """Adds what a block of keys gives to dQ of a tile of queries."""
     qt, do, log_sum, less, position = given
@@ -177,9 +252,14 @@ def _queries_step(
     if MASKED:
         there &= (key < length)[:, None]
     kt = tl.load(k + kv[:, None] * stride_k + d[None, :], mask=there, other=0.0)
+    if width_v is not None:
+        d = tl.arange(0, DV)
+        there = (d < width_v)[None, :] | EVEN_V
+        if MASKED:
+            there &= (key < length)[:, None]
     vt = tl.load(v + kv[:, None] * stride_v + d[None, :], mask=there, other=0.0)
-    p = _probability(tl.dot(qt, kt.T, input_precision="ieee"), scale, log_sum[:, None])
-    ds = p * (tl.dot(do, vt.T, input_precision="ieee") - less[:, None])
+    _, weight = _probabilities(tl.dot(qt, kt.T, input_precision="ieee"), scale, steep, log_sum[:, None])
+    ds = weight * (tl.dot(do, vt.T, input_precision="ieee") - less[:, None])
     if MASKED:
         ds = tl.where(seen(key, position, length, window, CAUSAL, WINDOW), ds, 0.0)
     return tl.dot(ds.to(kt.dtype), kt, dq, input_precision="ieee")
@@ -204,9 +284,11 @@ def queries_backward_kernel(
     head_k,
     head_v,
     scale,
+    steep,
     factor,
     window,
     width,
+    width_v,
     COUNT: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
@@ -214,6 +296,8 @@ def queries_backward_kernel(
     BLOCK_N: tl.constexpr,
     D: tl.constexpr,
     EVEN: tl.constexpr,
+    DV: tl.constexpr,
+    EVEN_V: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
@@ -236,7 +320,11 @@ def queries_backward_kernel(
     )
     there = inside[:, None] & ((d < width)[None, :] | EVEN)
     qt = tl.load(q + at[:, None] * width + d[None, :], mask=there, other=0.0)
-    do = tl.load(d_out + at[:, None] * width + d[None, :], mask=there, other=0.0)
+    wide, dv_col, there_v = width, d, there
+    if width_v is not None:
+        wide, dv_col = width_v, tl.arange(0, DV)
+        there_v = inside[:, None] & ((dv_col < wide)[None, :] | EVEN_V)
+    do = tl.load(d_out + at[:, None] * wide + dv_col[None, :], mask=there_v, other=0.0)
     log_sum = tl.load(lse + at, mask=inside, other=0.0) * 1.4426950408889634
     less = tl.load(delta + at, mask=inside, other=0.0)
     k += head.to(tl.int64) * head_k
@@ -248,7 +336,10 @@ def queries_backward_kernel(
     if CAUSAL:
         end = tl.minimum(end, last + 1)
         whole = tl.minimum(whole, (first + 1) // BLOCK_N * BLOCK_N)
-    if WINDOW:
+    if WINDOW == 2:  # of the chunk of the tile's first query
+        begin = tl.maximum(first, 0) // window * window // BLOCK_N * BLOCK_N
+        whole = begin
+    elif WINDOW:
         begin = tl.maximum(first - window + 1, 0) // BLOCK_N * BLOCK_N
         whole = begin
     whole = tl.maximum(whole, begin)
@@ -256,10 +347,62 @@ def queries_backward_kernel(
     dq_tile = tl.zeros((BLOCK_M, D), dtype=tl.float32)
     for start in range(begin, whole, BLOCK_N):
         dq_tile = _queries_step(
-            dq_tile, given, cache, start, scale, window, width, CAUSAL, WINDOW, False, EVEN, BLOCK_N, D
+            dq_tile,
+            given,
+            cache,
+            start,
+            scale,
+            steep,
+            window,
+            width,
+            width_v,
+            CAUSAL,
+            WINDOW,
+            False,
+            EVEN,
+            BLOCK_N,
+            D,
+            EVEN_V,
+            DV,
         )
     for start in range(whole, end, BLOCK_N):
         dq_tile = _queries_step(
-            dq_tile, given, cache, start, scale, window, width, CAUSAL, WINDOW, True, EVEN, BLOCK_N, D
+            dq_tile,
+            given,
+            cache,
+            start,
+            scale,
+            steep,
+            window,
+            width,
+            width_v,
+            CAUSAL,
+            WINDOW,
+            True,
+            EVEN,
+            BLOCK_N,
+            D,
+            EVEN_V,
+            DV,
         )
     tl.store(dq + at[:, None] * width + d[None, :], (dq_tile * factor + 0.0).to(dq.dtype.element_ty), mask=there)
+
+
+@jit(do_not_specialize=["tokens"])
+def sinks_backward_kernel(lse, delta, sinks, slots, partial, tokens, heads, SLAB: tl.constexpr, BLOCK: tl.constexpr):
+    """Computes −Σ p delta over the tokens of a slab, from the first, with p = exp(sink − lse) of each head."""
+    slab = tl.program_id(0)
+    token, head = slab * SLAB + tl.arange(0, SLAB), tl.arange(0, BLOCK)
+    if slots is None:
+        token = tl.where(token < tokens, token, -1)
+    else:
+        token = tl.load(slots + token)
+    at = token.to(tl.int64)[:, None] * heads + head[None, :]
+    inside = (token >= 0)[:, None] & (head < heads)[None, :]
+    log_sum = tl.load(lse + at, mask=inside, other=-float("inf"))
+    less = tl.load(delta + at, mask=inside, other=0.0)
+    sink = tl.load(sinks + head, mask=head < heads, other=0.0).to(tl.float32)
+    p = tl.math.exp2(tl.minimum((sink[None, :] - log_sum) * 1.4426950408889634, 0.0))
+    each = tl.where(log_sum == -float("inf"), 0.0, p * less)  # a query that sees no key has no sink either
+    total = add_rows(tl.zeros((BLOCK,), dtype=tl.float32), tl.trans(each), BLOCK, SLAB)
+    tl.store(partial + slab.to(tl.int64) * heads + head, -total, mask=head < heads)

@@ -38,13 +38,15 @@ class SplitDecode:
         longest: int,
         schedule: Schedule,
         told: dict,
+        sinks: bool,
     ):
         """rows: of all queries of a key head; told: what `attention_kernel` is."""
         apart, count, heads, split = schedule.apart, told["sequences"], told["HEADS"], schedule.split
         self.rows, self.key_blocks = rows * heads, triton.cdiv(longest, schedule.block)
         self.room, splits = self.key_blocks * schedule.block, triton.cdiv(longest, split)
-        tiles, columns = max_tiles(rows, count, apart.scores.rows), min(apart.values.columns, told["D"])
-        told = told | {"TILE": apart.scores.rows, "room": self.room}
+        tiles, columns = max_tiles(rows, count, apart.scores.rows), min(apart.values.columns, told["DV"])
+        wide = told["width"] if told["width_v"] is None else told["width_v"]
+        told = told | {"TILE": apart.scores.rows, "room": self.room, "wide": wide}
 
         def launch(kernel, grid: tuple[int, ...], warps: int, stages: int | None = None, **more) -> Launch:
             named = {n: told[n] for n in kernel.arg_names if n in told} | more
@@ -57,12 +59,12 @@ class SplitDecode:
         self._scores = launch(scores_kernel, grid, scores.warps, scores.stages, **more)
         blocks = max(64, triton.next_power_of_2(split // schedule.block))  # 64 rows of 4 warps lie along the rows
         self._weights = launch(weights_kernel, (rows * heads, splits), 4, BLOCKS=blocks)
-        grid, more = (tiles * heads * (told["D"] // columns), splits), {"TOGETHER": apart.together, "COLUMNS": columns}
+        grid, more = (tiles * heads * (told["DV"] // columns), splits), {"TOGETHER": apart.together, "COLUMNS": columns}
         self._values = launch(values_kernel, grid, values.warps, values.stages, **more)
         changing = {"pages_stride", "last_page", "sequences", "rows_total", "room", "width_q", "width_k", "window"}
         kind = {n: v for n, v in told.items() if n not in changing} | {"packed": told["width_q"] is None}
         kind["padded"] = told["width_k"] is not None
-        self._loaded = _loaded(device, dtype, integers, schedule, *kind.items())
+        self._loaded = _loaded(device, dtype, integers, schedule, sinks, *kind.items())
 
     def should_use(self, *given: Tensor | None) -> bool:
         """Returns whether to compute in steps now: while a CUDA graph is captured; and once before, since a capture
@@ -73,15 +75,15 @@ class SplitDecode:
             return _aligned(given) in self._loaded
         return is_recorded() or not self._loaded
 
-    def __call__(self, q, k, v, out, lse, parts, first_q, length_q, first_k, length_k, pages) -> None:
+    def __call__(self, q, k, v, out, lse, parts, first_q, length_q, first_k, length_k, pages, sinks) -> None:
         """Computes the result, or with `parts` those of each split; a tensor may be None where `attention_kernel`'s."""
-        given = q, k, v, out, lse, parts, first_q, length_q, first_k, length_k, pages
+        given = q, k, v, out, lse, parts, first_q, length_q, first_k, length_k, pages, sinks
         scores, weights = lse.new_empty(self.rows, self.room), q.new_empty(self.rows, self.room)
         factors, sums = (lse.new_empty(self.key_blocks, self.rows) for _ in range(2))  # each aligned
         parts = lse.new_empty(self.rows) if parts is None else parts  # the maxima
         self._scores(q, k, scores, first_q, length_q, first_k, length_k, pages)
         self._weights(scores, weights, factors, sums, parts, first_q, length_q, length_k)
-        where = first_q, length_q, first_k, length_k, pages
+        where = first_q, length_q, first_k, length_k, pages, sinks
         self._values(weights, factors, sums, v, out, lse, parts, *where)
         if not (INTERPRETED or is_recorded() or torch.cuda.is_current_stream_capturing()):
             self._loaded.add(_aligned(given))

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from bi_kernels.launch import jit
 from bi_kernels.ops.attention.forward_kernels import _block_at, _block_rows, _store_result
-from bi_kernels.ops.attention.schedule import first_row, length_of, sequence_of
+from bi_kernels.ops.attention.schedule import capped, first_row, length_of, sequence_of
 
 
 @triton.jit
@@ -56,7 +56,10 @@ def _keys_of(
     if CAUSAL:
         last = tl.minimum(tile * TILE + TILE - 1, queries * GROUP - 1) // GROUP + length - queries
         end = tl.minimum(end, last + 1)
-    if WINDOW:
+    if WINDOW == 2:
+        first = tl.maximum(tile * TILE // GROUP + length - queries, 0)
+        begin = first // window * window // BLOCK * BLOCK
+    elif WINDOW:
         begin = tl.maximum(tile * TILE // GROUP + length - queries - window + 1, 0) // BLOCK * BLOCK
     return begin, end
 
@@ -143,8 +146,9 @@ def weights_kernel(
     room,
     rows_total,
     scale,
+    steep,
     window,
-    width,
+    wide,
     COUNT: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
@@ -167,7 +171,7 @@ def weights_kernel(
     at, inside = _rows_of(row, token, queries, head, HEADS, GROUP)
     lo, hi = tl.maximum(split * SPLIT, begin), tl.minimum((split + 1) * SPLIT, end)
     if PARTIAL:  # the maxima lie behind the products with V
-        parts += tl.num_programs(1).to(tl.int64) * rows_total * width
+        parts += tl.num_programs(1).to(tl.int64) * rows_total * wide
     parts += split.to(tl.int64) * rows_total + at
     if inside:
         if lo < hi:
@@ -178,12 +182,16 @@ def weights_kernel(
             visible = key < hi
             if CAUSAL:
                 visible &= key <= position
-            if WINDOW:
+            if WINDOW == 2:
+                visible &= key >= position // window * window
+            elif WINDOW:
                 visible &= key > position - window
             s = tl.load(scores + at * room + key, mask=visible, other=0.0)
             # a product of zeros: it lays the scores out as those of `attention_kernel`, and so orders the sum of p
             kind: tl.constexpr = weights.dtype.element_ty
             s = tl.dot(tl.zeros((BLOCKS, 16), kind), tl.zeros((16, BLOCK), kind), s)
+            if steep is not None:
+                s = capped(s, steep)
             s = tl.where(visible, s, -float("inf"))
             own = tl.maximum(tl.max(s, 1), -float("inf"))
             m = tl.max(tl.where(block[None, :] < block[:, None], own[None, :], -float("inf")), 1)  # of earlier blocks
@@ -230,6 +238,7 @@ def values_kernel(
     first_k,
     length_k,
     pages,
+    sinks,
     pages_stride,
     last_page,
     sequences,
@@ -241,7 +250,7 @@ def values_kernel(
     rows_total,
     scale,
     window,
-    width,
+    wide,
     COUNT: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
@@ -250,8 +259,8 @@ def values_kernel(
     SPLIT: tl.constexpr,
     TOGETHER: tl.constexpr,
     COLUMNS: tl.constexpr,
-    D: tl.constexpr,
-    EVEN: tl.constexpr,
+    DV: tl.constexpr,
+    EVEN_V: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     PAGE: tl.constexpr,
@@ -259,8 +268,8 @@ def values_kernel(
     PARTIAL: tl.constexpr,
 ):
     """Computes some columns of the result of a tile of queries and one split, TOGETHER blocks a round."""
-    slice, head = tl.program_id(0) % (D // COLUMNS), tl.program_id(0) // (D // COLUMNS) % HEADS
-    tile, split = tl.program_id(0) // (D // COLUMNS) // HEADS, tl.program_id(1)
+    slice, head = tl.program_id(0) % (DV // COLUMNS), tl.program_id(0) // (DV // COLUMNS) % HEADS
+    tile, split = tl.program_id(0) // (DV // COLUMNS) // HEADS, tl.program_id(1)
     sequence, tile, token, queries, length = _tile_of(
         tile, first_q, length_q, length_k, sequences, width_q, width_k, GROUP, TILE, COUNT, LEFT
     )
@@ -268,7 +277,7 @@ def values_kernel(
     lo, hi = tl.maximum(split * SPLIT, begin), tl.minimum((split + 1) * SPLIT, end)
     row, d, i = tile * TILE + tl.arange(0, TILE), slice * COLUMNS + tl.arange(0, COLUMNS), tl.arange(0, BLOCK)
     at, inside = _rows_of(row, token, queries, head, HEADS, GROUP)
-    there = (d < width)[None, :] | EVEN
+    there = (d < wide)[None, :] | EVEN_V
     v += head.to(tl.int64) * head_v
     row_k = first_row(first_k, sequence, sequence < sequences, length, width_k, LEFT)
     if PAGE:
@@ -291,10 +300,11 @@ def values_kernel(
             acc = tl.dot(p, vt, acc * alpha[:, None], input_precision="ieee")
     part = split.to(tl.int64) * rows_total + at
     if PARTIAL:
-        parts_l = tl.num_programs(1).to(tl.int64) * rows_total * (width + 1)
+        parts_l = tl.num_programs(1).to(tl.int64) * rows_total * (wide + 1)
         tl.store(parts + parts_l + part, l, mask=inside & (slice == 0))
         if lo < hi:
-            tl.store(parts + part[:, None] * width + d[None, :], acc, mask=inside[:, None] & there)
+            tl.store(parts + part[:, None] * wide + d[None, :], acc, mask=inside[:, None] & there)
     else:
         m = tl.load(parts + part, mask=inside, other=-float("inf"))
-        _store_result(out, lse, at, m, l, acc, scale, inside & (slice == 0), d, width, inside[:, None] & there)
+        whole = inside[:, None] & there
+        _store_result(out, lse, sinks, at, m, l, acc, scale, inside, d, wide, whole, HEADS * GROUP, slice == 0)

@@ -18,7 +18,6 @@ from bi_kernels.ops.attention.decode import SplitDecode, fits_apart
 from bi_kernels.ops.attention.forward_kernels import attention_kernel, merge_kernel
 from bi_kernels.ops.attention.padded import materialize_offsets
 from bi_kernels.ops.attention.schedule import (
-    LOG2E,
     Batch,
     Schedule,
     Sequences,
@@ -27,6 +26,7 @@ from bi_kernels.ops.attention.schedule import (
     fits_hopper,
     max_tiles,
     round_up_sequences,
+    scales,
     shape_of,
     tma_ready,
 )
@@ -75,11 +75,16 @@ def _plan(
     scale: float,
     window: int,
     schedule: Schedule,
+    wide: int,
+    soft_cap: float,
+    chunk: int,
+    sinks: bool,
 ) -> _Plan:
-    """integers: the dtypes of the lengths and pages that are given."""
-    shape = shape_of(shape_q, shape_k, strides_k, strides_v)
+    """integers: the dtypes of the lengths and pages that are given; wide: v's width."""
+    shape = shape_of(shape_q, shape_k, strides_k, strides_v, wide)
     hopper = device >= 0 and is_hopper(torch.device("cuda", device))
-    tokens, heads, narrow, scale = shape_q[:-2].numel(), shape["HEADS"], shape["D"] <= 128, scale * LOG2E
+    tokens, heads, narrow = shape_q[:-2].numel(), shape["HEADS"], max(shape["D"], shape["DV"]) <= 128
+    scale, steep = scales(scale, soft_cap)
     total = tokens * shape["GROUP"]
     splits = max(1, triton.cdiv(longest, schedule.split))
     tiles, many = max_tiles(total, count, schedule.prefill.rows) * heads, splits > 1
@@ -100,12 +105,13 @@ def _plan(
         width_k=batch.width_k if batch else None,
         rows_total=total * heads,
         scale=scale,
-        window=window,
+        steep=steep,
+        window=chunk or window,
         COUNT=round_up_sequences(count),
         BLOCK=schedule.block,
         SPLIT=schedule.split,
         CAUSAL=causal,
-        WINDOW=window > 0,
+        WINDOW=2 if chunk else window > 0,
         PAGE=page,
         LEFT=batch is not None and batch.left,
         PARTIAL=partial,
@@ -118,13 +124,14 @@ def _plan(
 
     steps = None
     if not (fp32 or prefill) and partial == many and fits_apart(device, total, count, heads, longest, schedule):
-        steps = SplitDecode(device, dtype, integers, total, longest, schedule, told)
+        steps = SplitDecode(device, dtype, integers, total, longest, schedule, told, sinks)
     grid = (triton.cdiv(total * heads, schedule.merge_rows),)
-    how = {"ROWS": schedule.merge_rows, "D": shape["D"], "num_warps": 4, "enable_fp_fusion": False}
-    merge = Launch(merge_kernel, device, grid, total * heads, splits, scale, shape["width"], **how)
+    how = {"ROWS": schedule.merge_rows, "D": shape["DV"], "num_warps": 4, "enable_fp_fusion": False}
+    how["HEADS"] = shape_q[-2] if sinks else 1
+    merge = Launch(merge_kernel, device, grid, total * heads, splits, scale, wide, **how)
     queries = total * heads * splits if partial else 0
-    fits, programs = not fp32 and shape["EVEN"], count * heads * (splits if partial else 1)
-    contiguous = strides_k == strides_v == torch.empty(shape_k, device="meta").stride()
+    fits, programs = not fp32 and shape["EVEN"] and shape["EVEN_V"], count * heads * (splits if partial else 1)
+    contiguous = wide == shape["width"] and strides_k == strides_v == torch.empty(shape_k, device="meta").stride()
     tma, blocks, by_tma = fits and prefill and not page, None, tiling
     # a launch with descriptors costs the CPU more, which few programs do not earn back
     if fits and not prefill and hopper and contiguous and programs > schedule.decode_tma and page % schedule.block == 0:
@@ -146,20 +153,30 @@ def _partials(splits: int, out: Tensor, lse: Tensor, full: bool) -> Tensor:
 
 
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, sequences: Sequences, causal: bool, scale: float, window: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: Sequences,
+    causal: bool,
+    scale: float,
+    window: int,
+    sinks: Tensor | None = None,
+    soft_cap: float = 0.0,
+    chunk: int = 0,
 ) -> list[Tensor]:
-    """Returns [out, lse] of q (…, heads, D), contiguous, on k, v (…, heads, D), of whose rows each has its own stride,
-    or their pages; window: 0 for none."""
-    out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    """Returns [out, lse] of q (…, heads, D), contiguous, on k, v (…, heads, D or v's width), of whose rows each has its
+    own stride, or their pages; sinks (heads of q,); window, soft_cap and chunk: 0 for none."""
+    wide = v.shape[-1]
+    out, lse = q.new_empty((*q.shape[:-1], wide)), q.new_empty(q.shape[:-1], dtype=torch.float32)
     if not q.numel() or not k.numel():
         return [out.zero_(), lse.fill_(-math.inf)]
-    schedule = current_schedule()
+    schedule, sinks = current_schedule(), None if sinks is None else sinks.contiguous()
     first_q, length_q, first_k, length_k, pages, page, longest, full_q, _, batch = sequences
     count, stride = len(first_q) if batch is None else batch.count, 0 if pages is None else pages.stride(0)
     integers = tuple([None if t is None else t.dtype for t in (length_q, length_k, pages)])
     shapes, kind = (q.shape, k.shape, k.stride(), v.stride()), (q.dtype, q.get_device())
     where, constants = (count, batch, integers, stride, page, longest), (causal, scale, window)
-    plan = _plan(*shapes, *kind, *where, *constants, schedule)
+    plan = _plan(*shapes, *kind, *where, *constants, schedule, wide, soft_cap, chunk, sinks is not None)
     parts = _partials(plan.partial, out, lse, full_q) if plan.partial else None
     if not full_q and parts is None:  # padding keeps these; the merge of partial results writes every row
         out.zero_()
@@ -171,25 +188,27 @@ def attention_forward(
     elif plan.tma:
         k, v = rows(k), rows(v)
         if tma_ready(k) and tma_ready(v):
-            if schedule.hopper and not window and fits_hopper(q, k, v):
-                _launch_hopper(rows(q), k, v, out, lse, sequences, causal, scale, plan.many, schedule)
+            if schedule.hopper and not (window or chunk) and fits_hopper(q, k, v):
+                told = causal, scale, plan.many, schedule, sinks, soft_cap
+                _launch_hopper(rows(q), k, v, out, lse, sequences, *told)
                 return [out, lse]
             attention = plan.attention_tma
             k_tma, v_tma = _descriptor(k, schedule.block), _descriptor(v, schedule.block)
-    given = out, lse, parts, first_q, length_q, first_k, length_k, pages
+    given = out, lse, parts, first_q, length_q, first_k, length_k, pages, sinks
     if plan.steps is not None and plan.steps.should_use(q, k, v, *given):
         plan.steps(q, k, v, *given)
     else:
         attention(q, k, v, k_tma, v_tma, *given)
     if parts is not None:
-        plan.merge(parts, out, lse)
+        plan.merge(parts, out, lse, sinks)
     return [out, lse]
 
 
-def _launch_hopper(q, k, v, out, lse, sequences, causal, scale, many, schedule) -> None:
+def _launch_hopper(q, k, v, out, lse, sequences, causal, scale, many, schedule, sinks, soft_cap) -> None:
     from bi_kernels.ops.attention.hopper.forward import prefill  # noqa: PLC0415  (the interpreter does not know Gluon)
 
     sequences = materialize_offsets(sequences, q.device)
     count, total = len(sequences.length_q), len(q) * (q.shape[1] // k.shape[1])
-    told = causal, scale * LOG2E, schedule.split, many, max_tiles(total, count, 128), round_up_sequences(count)
+    (scale, steep), tiles = scales(scale, soft_cap), max_tiles(total, count, 128)
+    told = causal, scale, schedule.split, many, tiles, round_up_sequences(count), sinks, steep
     prefill(q, k, v, out, lse, sequences[:4], *told)

@@ -6,13 +6,16 @@ computed, one after another in one program (prefill) or each in its own (decode)
 changes no bit; a key that a query does not see adds exact nothing, where v is finite. The heads of a group lie beside
 each other in a tile. Rounding points: the scores stay fp32; exp2((score − maximum) · scale) is rounded to the storage
 dtype for the product with V and is summed unrounded; the output is rounded once.
+
+A sink, a logit of a head without a value, joins the state of all splits, after the last merge: whatever the splits.
+With a cap the scores are their tanh, from −1 to 1, and the cap is part of `scale`.
 """
 
 import triton
 import triton.language as tl
 
 from bi_kernels.launch import jit
-from bi_kernels.ops.attention.schedule import first_row, length_of, seen, sequence_of
+from bi_kernels.ops.attention.schedule import capped, first_row, length_of, seen, sequence_of
 
 
 @triton.jit
@@ -59,10 +62,12 @@ def _add_block(
     EVEN: tl.constexpr,
     BLOCK: tl.constexpr,
     D: tl.constexpr,
+    DV: tl.constexpr,
+    EVEN_V: tl.constexpr,
 ):
     """Returns the online softmax's state (m, l, acc) after the next block of keys, in such `rows`."""
     m, l, acc = state
-    position, length, window, width = where
+    position, length, window, width, width_v, steep = where
     k, v, k_tma, v_tma, head, stride_k, stride_v = cache
     key = start + tl.arange(0, BLOCK)
     if TMA:
@@ -75,6 +80,8 @@ def _add_block(
             there &= (key < length)[:, None]
         kt = tl.load(_block_at(k, rows, stride_k, d, PAGE, BLOCK), mask=there, other=0.0)
     s = tl.dot(q, kt.T, input_precision="ieee")
+    if steep is not None:
+        s = capped(s, steep)
     if MASKED:
         s = tl.where(seen(key, position, length, window, CAUSAL, WINDOW), s, -float("inf"))
     top = tl.maximum(m, tl.max(s, 1))
@@ -83,8 +90,13 @@ def _add_block(
     alpha = tl.math.exp2((m - base) * scale)
     l = l * alpha + tl.sum(p, 1)
     if TMA:
-        vt = v_tma.load([at, head * D])
+        vt = v_tma.load([at, head * DV])
     else:
+        if width_v is not None:
+            d = tl.arange(0, DV)
+            there = (d < width_v)[None, :] | EVEN_V
+            if MASKED:
+                there &= (key < length)[:, None]
         vt = tl.load(_block_at(v, rows, stride_v, d, PAGE, BLOCK), mask=there, other=0.0)
     acc = tl.dot(p.to(vt.dtype), vt, acc * alpha[:, None], input_precision="ieee")
     return top, l, acc
@@ -100,12 +112,28 @@ def _merge(m, l, acc, m_next, l_next, acc_next, scale):
 
 
 @triton.jit
-def _store_result(out, lse, at, m, l, acc, scale, rows, d, width, inside):
+def _with_sink(m, l, acc, scale, sink):
+    """Returns the state of all keys with m times `scale`, and then of each row's sink, a logit."""
+    own, sink = m * scale, sink.to(tl.float32) * 1.4426950408889634
+    top = tl.maximum(own, sink)
+    base = tl.where(top == -float("inf"), 0.0, top)
+    a, b = tl.math.exp2(own - base), tl.math.exp2(sink - base)
+    return top, l * a + b, acc * a[:, None]
+
+
+@triton.jit
+def _store_result(
+    out, lse, sinks, at, m, l, acc, scale, rows, d, width, inside, HEADS: tl.constexpr, stores_lse=True
+):
     """Stores the normalised output and the natural logarithm of the sum; 0 and −inf for a query that saw no key."""
     none = (l == 0.0) & (m == -float("inf"))
+    if sinks is not None:
+        m, l, acc = _with_sink(m, l, acc, scale, tl.load(sinks + at % HEADS, mask=rows, other=0.0))
+        scale = 1.0
     y = (acc + 0.0) / tl.where(none, 1.0, l)[:, None]
     tl.store(out + at[:, None] * width + d[None, :], y.to(out.dtype.element_ty), mask=inside)
-    tl.store(lse + at, tl.where(none, -float("inf"), (m * scale + tl.math.log2(l)) * 0.6931471805599453), mask=rows)
+    log_sum = tl.where(none, -float("inf"), (m * scale + tl.math.log2(l)) * 0.6931471805599453)
+    tl.store(lse + at, log_sum, mask=rows & stores_lse)
 
 
 @jit(do_not_specialize=["sequences", "width_q", "width_k", "window", "rows_total", "pages_stride", "last_page"])
@@ -123,6 +151,7 @@ def attention_kernel(
     first_k,
     length_k,
     pages,
+    sinks,
     pages_stride,
     last_page,
     sequences,
@@ -134,8 +163,10 @@ def attention_kernel(
     head_v,
     rows_total,
     scale,
+    steep,
     window,
     width,
+    width_v,
     COUNT: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
@@ -144,6 +175,8 @@ def attention_kernel(
     SPLIT: tl.constexpr,
     D: tl.constexpr,
     EVEN: tl.constexpr,
+    DV: tl.constexpr,
+    EVEN_V: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
     PAGE: tl.constexpr,
@@ -169,11 +202,16 @@ def attention_kernel(
     at = (token_q + token) * (HEADS * GROUP) + head * GROUP + row % GROUP
     there = inside[:, None] & ((d < width)[None, :] | EVEN)
     qt = tl.load(q + at[:, None] * width + d[None, :], mask=there, other=0.0)
+    wide = width
+    if width_v is not None:
+        wide, d = width_v, tl.arange(0, DV)
+        there = inside[:, None] & ((d < wide)[None, :] | EVEN_V)
     k += head.to(tl.int64) * head_k
     v += head.to(tl.int64) * head_v
     if PAGE:
         pages += sequence.to(tl.int64) * pages_stride
-    cache, where = (k, v, k_tma, v_tma, head, stride_k, stride_v), (position, length, window, width)
+    cache = k, v, k_tma, v_tma, head, stride_k, stride_v
+    where = position, length, window, width, width_v, steep
 
     first = tile * BLOCK_M // GROUP + length - queries  # positions of the tile's first and last query
     last = tl.minimum(tile * BLOCK_M + BLOCK_M - 1, queries * GROUP - 1) // GROUP + length - queries
@@ -181,12 +219,15 @@ def attention_kernel(
     if CAUSAL:
         end = tl.minimum(end, last + 1)
         whole = tl.minimum(whole, (first + 1) // BLOCK * BLOCK)
-    if WINDOW:
+    if WINDOW == 2:  # of the chunk of the tile's first query
+        begin = tl.maximum(first, 0) // window * window // BLOCK * BLOCK
+        whole = begin
+    elif WINDOW:
         begin = tl.maximum(first - window + 1, 0) // BLOCK * BLOCK
         whole = begin
     m = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
     l = tl.zeros((BLOCK_M,), dtype=tl.float32)
-    acc = tl.zeros((BLOCK_M, D), dtype=tl.float32)
+    acc = tl.zeros((BLOCK_M, DV), dtype=tl.float32)
     split, splits = begin // SPLIT, tl.cdiv(end, SPLIT)
     if PARTIAL:
         split = tl.program_id(1)
@@ -196,7 +237,7 @@ def attention_kernel(
         middle = tl.maximum(tl.minimum(hi, whole), lo)
         m_own = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
         l_own = tl.zeros((BLOCK_M,), dtype=tl.float32)
-        acc_own = tl.zeros((BLOCK_M, D), dtype=tl.float32)
+        acc_own = tl.zeros((BLOCK_M, DV), dtype=tl.float32)
         after = _block_rows(lo, row_k, pages, last_page, length, PAGE, BLOCK)  # a block ahead: no copy waits for it
         for start in range(lo, middle, BLOCK):
             rows, after = after, _block_rows(start + BLOCK, row_k, pages, last_page, length, PAGE, BLOCK)
@@ -217,12 +258,14 @@ def attention_kernel(
                 EVEN,
                 BLOCK,
                 D,
+                DV,
+                EVEN_V,
             )
         for start in range(middle, hi, BLOCK):
             rows, after = after, _block_rows(start + BLOCK, row_k, pages, last_page, length, PAGE, BLOCK)
             own = m_own, l_own, acc_own
             m_own, l_own, acc_own = _add_block(
-                qt, own, cache, start, rows, where, scale, CAUSAL, WINDOW, PAGE, True, False, EVEN, BLOCK, D
+                qt, own, cache, start, rows, where, scale, CAUSAL, WINDOW, PAGE, True, False, EVEN, BLOCK, D, DV, EVEN_V
             )
         if MANY:
             m, l, acc = _merge(m, l, acc, m_own, l_own, acc_own, scale)
@@ -230,16 +273,18 @@ def attention_kernel(
             m, l, acc = m_own, l_own, acc_own
     if PARTIAL:
         part, parts_m = tl.program_id(1).to(tl.int64) * rows_total + at, tl.num_programs(1).to(tl.int64) * rows_total
-        tl.store(parts + parts_m * width + part, m, mask=inside)
-        tl.store(parts + parts_m * (width + 1) + part, l, mask=inside)
+        tl.store(parts + parts_m * wide + part, m, mask=inside)
+        tl.store(parts + parts_m * (wide + 1) + part, l, mask=inside)
         if split < splits:
-            tl.store(parts + part[:, None] * width + d[None, :], acc, mask=there)
+            tl.store(parts + part[:, None] * wide + d[None, :], acc, mask=there)
     else:
-        _store_result(out, lse, at, m, l, acc, scale, inside, d, width, there)
+        _store_result(out, lse, sinks, at, m, l, acc, scale, inside, d, wide, there, HEADS * GROUP)
 
 
 @jit(do_not_specialize=["rows_total", "splits"])
-def merge_kernel(parts, out, lse, rows_total, splits, scale, width, ROWS: tl.constexpr, D: tl.constexpr):
+def merge_kernel(
+    parts, out, lse, sinks, rows_total, splits, scale, width, HEADS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr
+):
     """Merges the splits of a query, in ascending order: of each the product with V, then the maxima, then the sums."""
     parts_m = parts + tl.cast(splits, tl.int64) * rows_total * width
     parts_l = parts_m + tl.cast(splits, tl.int64) * rows_total
@@ -258,4 +303,4 @@ def merge_kernel(parts, out, lse, rows_total, splits, scale, width, ROWS: tl.con
         acc_next = tl.load(parts + at[:, None] * width + d[None, :], mask=some, other=0.0)
         m, l, acc = _merge(m, l, acc, m_next, l_next, acc_next, scale)
         at += rows_total
-    _store_result(out, lse, row, m, l, acc, scale, inside, d, width, there)
+    _store_result(out, lse, sinks, row, m, l, acc, scale, inside, d, width, there, HEADS)

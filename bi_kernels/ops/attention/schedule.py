@@ -149,13 +149,22 @@ def first_row(first, i, inside, length, width, LEFT: tl.constexpr):
 
 @triton.jit
 def seen(key, position, length, window, CAUSAL: tl.constexpr, WINDOW: tl.constexpr):
-    """Returns whether the query at `position` sees `key`."""
+    """Returns whether the query at `position` sees `key`. WINDOW: 1 for a window, 2 for chunks, of so many keys."""
     visible = (key < length)[None, :]
     if CAUSAL:
         visible &= key[None, :] <= position[:, None]
-    if WINDOW:
+    if WINDOW == 2:
+        visible &= key[None, :] >= position[:, None] // window * window
+    elif WINDOW:
         visible &= key[None, :] > position[:, None] - window
     return visible
+
+
+@triton.jit
+def capped(score, steep):
+    """Returns tanh(x) with exp2(score · steep) = exp(2x), whose absolute error counts: a cap multiplies it."""
+    y = 1.0 + tl.math.exp2(score * steep)
+    return tl.fma(tl.math.rsqrt(y * y), -2.0, 1.0)  # 1 − 2 / y in half the instructions of a quotient; y is 1 or more
 
 
 def round_up_sequences(sequences: int) -> int:
@@ -168,10 +177,19 @@ def max_tiles(tokens: int, sequences: int, rows: int) -> int:
     return tokens // rows + min(sequences, tokens)
 
 
-def shape_of(q: torch.Size, k: torch.Size, strides_k: tuple[int, ...], strides_v: tuple[int, ...]) -> dict:
-    """Returns the kernels' arguments that follow from the shapes of q and k (…, heads, D), and from strides."""
+def scales(scale: float, soft_cap: float) -> tuple[float, float | None]:
+    """Returns what exp2 multiplies the scores by, or their tanh with a cap, and `steep` of `capped`: None without."""
+    return (soft_cap * LOG2E, 2 * LOG2E * scale / soft_cap) if soft_cap else (scale * LOG2E, None)
+
+
+def shape_of(
+    q: torch.Size, k: torch.Size, strides_k: tuple[int, ...], strides_v: tuple[int, ...], wide: int | None = None
+) -> dict:
+    """Returns the kernels' arguments that follow from the shapes of q and k (…, heads, D), from strides, and from v's
+    width, where that is another."""
     width, group = q[-1], q[-2] // k[-2]
-    block = max(16, triton.next_power_of_2(width))
+    wide = width if wide is None else wide
+    block, block_v = (max(16, triton.next_power_of_2(n)) for n in (width, wide))
     return {
         "stride_k": strides_k[-3],
         "stride_v": strides_v[-3],
@@ -182,6 +200,9 @@ def shape_of(q: torch.Size, k: torch.Size, strides_k: tuple[int, ...], strides_v
         "HEADS": k[-2],
         "D": block,
         "EVEN": block == width,
+        "width_v": None if wide == width else wide,
+        "DV": block_v,
+        "EVEN_V": block_v == wide,
         "enable_fp_fusion": False,
     }
 
@@ -196,6 +217,7 @@ def fits_hopper(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return (
         q.dtype != torch.float32
         and q.shape[-1] in (64, 128)
+        and v.shape[-1] == q.shape[-1]
         and q.data_ptr() % 16 == 0
         and tma_ready(k)
         and tma_ready(v)

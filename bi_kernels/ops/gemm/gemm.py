@@ -72,7 +72,8 @@ def _launch(x, w, bias, out_dtype: torch.dtype | None = None, start=None, out=No
         way, cut = tile_for(M, N, K, "rows"), 0
     if not flat:
         y = launch_library(x, w, bias, out_dtype) if way is LIBRARY and not cut and not is_recorded() else None
-        return _launch(x.view(M, K), w, bias, out_dtype).view(*x.shape[:-1], N) if y is None else y
+        # resized and no view, which could not be written in place under autograd
+        return _launch(x.view(M, K), w, bias, out_dtype).resize_(*x.shape[:-1], N) if y is None else y
     if cut:
         return _in_two(x, w, bias, dtypes[1], start, out, cut)
     if way is LIBRARY:

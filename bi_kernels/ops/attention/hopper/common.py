@@ -111,6 +111,23 @@ def scores(qt, ks, i, S: gl.constexpr):
 
 
 @gluon.jit
+def capped(s, steep):
+    """Returns what `schedule.capped` does; without a cap, None, s itself."""
+    if steep is not None:
+        y = 1.0 + gl.exp2(s * steep)
+        s = gl.fma(gl.rsqrt(y * y), -2.0, 1.0)
+    return s
+
+
+@gluon.jit
+def sloped(p, s, steep):
+    """Returns probabilities times the slope of a cap, of the scores that `capped` returned."""
+    if steep is not None:
+        p = p * (1.0 - s * s)
+    return p
+
+
+@gluon.jit
 def over(x, acc):
     """Returns a value per row, as a column beside acc."""
     return gl.convert_layout(x, gl.SliceLayout(1, acc.type.layout), assert_trivial=True)[:, None]

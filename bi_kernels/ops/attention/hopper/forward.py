@@ -27,7 +27,7 @@ from bi_kernels.ops.attention.hopper.common import (
     uniform,
     wait,
 )
-from bi_kernels.ops.attention.hopper.rows import merge, paired, rescaled, softmax, weights
+from bi_kernels.ops.attention.hopper.rows import merge, paired, rescaled, softmax, weights, with_sink
 from bi_kernels.ops.attention.hopper.tiles import WORDS, barriers, fetch, items_of, order, produce, tile_of
 
 ROWS = 64  # queries of a group of warps
@@ -35,7 +35,18 @@ ROWS = 64  # queries of a group of warps
 
 @gluon.jit
 def _step(
-    j, last, before, tiles, bars, state, bound, scale, MASKED: gl.constexpr, S: gl.constexpr, PAIRED: gl.constexpr
+    j,
+    last,
+    before,
+    tiles,
+    bars,
+    state,
+    bound,
+    scale,
+    steep,
+    MASKED: gl.constexpr,
+    S: gl.constexpr,
+    PAIRED: gl.constexpr,
 ):
     """Computes the product with V of a tile's block j, under the scores and the softmax of the next one, whose K is
     there; before: blocks before the tile's."""
@@ -49,7 +60,7 @@ def _step(
     wait(v_full, i)
     acc = warpgroup_mma(p, vs.index(place(i, vs.shape[0])), acc, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
-    m, l, alpha, p = softmax(s, m, l, start, bound, scale, MASKED)
+    m, l, alpha, p = softmax(s, m, l, start, bound, scale, steep, MASKED)
     # here, for ptxas moves the wait below above the softmax unless a branch is between
     wait(k_full, i + 2, j + 2 <= last)
     acc = warpgroup_mma_wait(0, deps=[acc])
@@ -77,7 +88,9 @@ def _last(last, before, vs, bars, state, length, WIDE: gl.constexpr):
 
 
 @gluon.jit
-def _blocks(i, last, s, extent, tiles, bars, bound, scale, WIDE: gl.constexpr, S: gl.constexpr, PAIRED: gl.constexpr):
+def _blocks(
+    i, last, s, extent, tiles, bars, bound, scale, steep, WIDE: gl.constexpr, S: gl.constexpr, PAIRED: gl.constexpr
+):
     """Computes blocks i to `last` of a split from the scores of the first one; returns (m, l, acc), to which the last
     product is still added."""
     length, whole, before = extent
@@ -90,15 +103,15 @@ def _blocks(i, last, s, extent, tiles, bars, bound, scale, WIDE: gl.constexpr, S
     lowest = gl.full([ROWS], -float("inf"), gl.float32, gl.SliceLayout(1, S))
     zero = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
     none = gl.zeros([ROWS, D], gl.float32, gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16]))
-    m, l, alpha, p = softmax(s, lowest, zero, i * BLOCK, bound, scale, True)
+    m, l, alpha, p = softmax(s, lowest, zero, i * BLOCK, bound, scale, steep, True)
     if PAIRED:
         p = paired(p, ks.dtype)
     own = m, l, none, alpha, p
     wait(k_full, before + i + 1, i < last)
     for j in range(i, middle):
-        own = _step(j, last, before, tiles, bars, own, bound, scale, False, S, PAIRED)
+        own = _step(j, last, before, tiles, bars, own, bound, scale, steep, False, S, PAIRED)
     for j in range(middle, last):
-        own = _step(j, last, before, tiles, bars, own, bound, scale, True, S, PAIRED)
+        own = _step(j, last, before, tiles, bars, own, bound, scale, steep, True, S, PAIRED)
     m, l, acc, alpha, p = own
     return m, l, _last(last, before, vs, bars, own, length, WIDE)
 
@@ -120,6 +133,7 @@ def _consume(
     info,
     where,
     scale,
+    steep,
     GROUP: gl.constexpr,
     HEADS: gl.constexpr,
     COUNT: gl.constexpr,
@@ -129,7 +143,7 @@ def _consume(
     ME: gl.constexpr,
 ):
     """Computes the rows of one group of warps, of tile after tile."""
-    q, out, lse = results
+    q, out, lse, sinks = results
     qs, ks, vs = tiles
     k_full, v_full, free, told = bars
     BLOCK: gl.constexpr = ks.shape[1]
@@ -168,20 +182,27 @@ def _consume(
                 i, last = n * (SPLIT // BLOCK), gl.cdiv(gl.minimum((n + 1) * SPLIT, end), BLOCK) - 1
                 wait(k_full, before + i)
                 first = warpgroup_mma_wait(0, deps=[scores(qt, ks, before + i, S)])
-                m_next, l_next, acc_next = _blocks(i, last, first, extent, here, bars, bound, scale, WIDE, S, True)
+                m_next, l_next, acc_next = _blocks(
+                    i, last, first, extent, here, bars, bound, scale, steep, WIDE, S, True
+                )
                 acc_next = warpgroup_mma_wait(0, deps=[acc_next])
                 release(free, before + last)
                 m, l, acc = merge(m, l, acc, m_next, l_next, acc_next, scale)
             tile = _next(q, qt, info, told, turn, there, GROUP, HEADS, ME)
         elif end > 0:
             last = gl.cdiv(end, BLOCK) - 1
-            m, l, acc = _blocks(0, last, s, extent, here, bars, bound, scale, WIDE, S, False)
+            m, l, acc = _blocks(0, last, s, extent, here, bars, bound, scale, steep, WIDE, S, False)
             tile = _next(q, qt, info, told, turn, there, GROUP, HEADS, ME)
             acc = warpgroup_mma_wait(0, deps=[acc])
             release(free, before + last)
         else:
             tile = _next(q, qt, info, told, turn, there, GROUP, HEADS, ME)
         none = (l == 0.0) & (m == -float("inf"))
+        unit = scale
+        if sinks is not None:
+            member = (row0 + gl.arange(0, ROWS, gl.SliceLayout(1, S))) % GROUP
+            m, l, acc = with_sink(m, l, acc, scale, gl.load(sinks + head * GROUP + member))
+            unit = 1.0
         y = ((acc + 0.0) / over(gl.where(none, 1.0, l), acc)).to(out.dtype.element_ty)
         async_copy.wait_group(0)
         fence_async_shared()
@@ -194,7 +215,7 @@ def _consume(
         offset = offset[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, WIDE))[None, :]
         gl.store(out + offset, gl.convert_layout(y, WIDE), mask=inside[:, None])
         at, inside = places(base.to(gl.int64), row0, head, queries, gl.SliceLayout(1, S), ROWS, GROUP, HEADS)
-        gl.store(lse + at, gl.where(none, -float("inf"), (m * scale + gl.log2(l)) * 0.6931471805599453), mask=inside)
+        gl.store(lse + at, gl.where(none, -float("inf"), (m * unit + gl.log2(l)) * 0.6931471805599453), mask=inside)
         if not MANY:
             s = warpgroup_mma_wait(0, deps=[s])
 
@@ -206,6 +227,7 @@ def _hopper_prefill_kernel(
     v_tma,
     out,
     lse,
+    sinks,
     table,
     first_q,
     length_q,
@@ -213,6 +235,7 @@ def _hopper_prefill_kernel(
     length_k,
     sequences,
     scale,
+    steep,
     COUNT: gl.constexpr,
     GROUP: gl.constexpr,
     HEADS: gl.constexpr,
@@ -233,12 +256,12 @@ def _hopper_prefill_kernel(
     qs = gl.allocate_shared_memory(k_tma.dtype, [2, ROWS, D], k_tma.layout)
     info = gl.allocate_shared_memory(gl.int32, [WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     bars, where = barriers(STAGES), (first_q, length_q, first_k, length_k, sequences)
-    tiles, results = (qs, ks, vs), (q, out, lse)
+    tiles, results = (qs, ks, vs), (q, out, lse, sinks)
     gl.warp_specialize(
         [
             (produce, (q, k_tma, v_tma, ks, vs, bars, info, table, where, GROUP, HEADS, 2 * ROWS, COUNT, PAUSE)),
-            (_consume, (results, tiles, bars, info, where, scale, GROUP, HEADS, COUNT, SPLIT, CAUSAL, MANY, 0)),
-            (_consume, (results, tiles, bars, info, where, scale, GROUP, HEADS, COUNT, SPLIT, CAUSAL, MANY, 1)),
+            (_consume, (results, tiles, bars, info, where, scale, steep, GROUP, HEADS, COUNT, SPLIT, CAUSAL, MANY, 0)),
+            (_consume, (results, tiles, bars, info, where, scale, steep, GROUP, HEADS, COUNT, SPLIT, CAUSAL, MANY, 1)),
         ],
         [4, 4],
         [REGISTERS, REGISTERS],
@@ -246,18 +269,31 @@ def _hopper_prefill_kernel(
 
 
 def prefill(
-    q, k, v, out, lse, where, causal: bool, scale: float, split: int, many: bool, tiles: int, room: int
+    q,
+    k,
+    v,
+    out,
+    lse,
+    where,
+    causal: bool,
+    scale: float,
+    split: int,
+    many: bool,
+    tiles: int,
+    room: int,
+    sinks=None,
+    steep: float | None = None,
 ) -> None:
     """Computes out and lse of q (tokens, heads, D) on k, v (rows, heads, D), D 64 or 128, 16-bit.
 
     where: first_q, length_q, first_k, length_k; scale: times log2(e); split: its keys; many: there are several in a
     sequence; tiles: at least as many of 128 rows of a key head's group as there are; room: for the sequences, a power
-    of two.
+    of two; sinks (heads,) and `steep` of a cap: None without.
     """
     heads = k.shape[1]
     table = order(where, tiles, room, q.shape[1] // heads, heads, 2 * ROWS, BLOCK, causal)
     grid = (min(multiprocessors(q.device), tiles * heads),)
-    given = q, descriptor(k), descriptor(v), out, lse, table, *where, len(where[0]), scale
+    given = q, descriptor(k), descriptor(v), out, lse, sinks, table, *where, len(where[0]), scale, steep
     sizes = {"COUNT": room, "GROUP": q.shape[1] // heads, "HEADS": heads, "ROWS": ROWS, "SPLIT": split, "WORDS": WORDS}
     how = {"CAUSAL": causal, "MANY": many, "STAGES": STAGES, "REGISTERS": REGISTERS, "PAUSE": common.PAUSE}
     _hopper_prefill_kernel[grid](*given, num_warps=4, enable_fp_fusion=False, **sizes, **how)

@@ -16,7 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from bi_kernels.ops.attention.hopper import common
-from bi_kernels.ops.attention.hopper.common import REGISTERS, STAGES, descriptor, key_tile, pause
+from bi_kernels.ops.attention.hopper.common import REGISTERS, STAGES, capped, descriptor, key_tile, pause, sloped
 
 
 @gluon.jit
@@ -63,6 +63,7 @@ def _consume(
     k_full,
     where,
     scale,
+    steep,
     factor,
     GROUP: gl.constexpr,
     HEADS: gl.constexpr,
@@ -100,12 +101,14 @@ def _consume(
         dv_tile = _add(p, ring, i - 1, dv_tile, 1)
         dk_tile = _add(ds, ring, i - 1, dk_tile, 0)
         s = warpgroup_mma_wait(2, deps=[s])
-        fresh = gl.exp2(gl.minimum(gl.fma(s, scale, _row(ring, i, S, 2)), 0.0))
+        t = capped(s, steep)
+        fresh = gl.exp2(gl.minimum(gl.fma(t, scale, _row(ring, i, S, 2)), 0.0))
         fresh = _hidden(fresh, ring, start, middle, position)
+        weight = sloped(fresh, t, steep)
         dk_tile, dv_tile = warpgroup_mma_wait(0, deps=[dk_tile, dv_tile])
         mbarrier.arrive(free.index((i - 1) % STAGES), pred=i > 0)
         dp = warpgroup_mma_wait(0, deps=[_scores(vt, ring, i, S, 1)])
-        slope = _hidden(fresh * (dp - _row(ring, i, S, 3)), ring, start, middle, position)
+        slope = _hidden(weight * (dp - _row(ring, i, S, 3)), ring, start, middle, position)
         p = gl.convert_layout(fresh.to(dtype), P, assert_trivial=True)
         ds = gl.convert_layout(slope.to(dtype), P, assert_trivial=True)
         start = gl.where(start + BLOCK < queries, start + BLOCK, begin)
@@ -207,6 +210,7 @@ def _hopper_keys_kernel(
     length_k,
     sequences,
     scale,
+    steep,
     factor,
     COUNT: gl.constexpr,
     GROUP: gl.constexpr,
@@ -243,8 +247,14 @@ def _hopper_keys_kernel(
     gl.warp_specialize(
         [
             (_produce, (copied, lse, delta, tiles, ring, free, k_full, where, GROUP, HEADS, COUNT, CAUSAL, PAUSE)),
-            (_consume, (results, tiles, ring, free, k_full, where, scale, factor, GROUP, HEADS, COUNT, CAUSAL, 0)),
-            (_consume, (results, tiles, ring, free, k_full, where, scale, factor, GROUP, HEADS, COUNT, CAUSAL, 1)),
+            (
+                _consume,
+                (results, tiles, ring, free, k_full, where, scale, steep, factor, GROUP, HEADS, COUNT, CAUSAL, 0),
+            ),
+            (
+                _consume,
+                (results, tiles, ring, free, k_full, where, scale, steep, factor, GROUP, HEADS, COUNT, CAUSAL, 1),
+            ),
         ],
         [4, 4],
         [REGISTERS, REGISTERS],
@@ -252,15 +262,29 @@ def _hopper_keys_kernel(
 
 
 def keys_backward(
-    q, k, v, d_out, lse, delta, dk, dv, where, causal: bool, scale: float, factor: float, tiles: int, room: int
+    q,
+    k,
+    v,
+    d_out,
+    lse,
+    delta,
+    dk,
+    dv,
+    where,
+    causal: bool,
+    scale: float,
+    factor: float,
+    tiles: int,
+    room: int,
+    steep=None,
 ) -> None:
     """Computes dk and dv of k and v (rows, heads, D), D 64 or 128, 16-bit; q and d_out (tokens, heads, D), contiguous.
 
     lse, delta: (tokens, heads); where: first_q, length_q, first_k, length_k; scale: times log2(e); factor: of dk;
-    tiles: at least as many of 128 keys as there are; room: for the sequences, a power of two.
+    steep: of a cap, or None; tiles: at least as many of 128 keys as there are; room: for the sequences, a power of two.
     """
     heads, descriptors = k.shape[1], [descriptor(t) for t in (q, d_out, k, v)]
-    given = *descriptors, lse, delta, dk, dv, *where, len(where[0]), scale, factor
+    given = *descriptors, lse, delta, dk, dv, *where, len(where[0]), scale, steep, factor
     sizes = {"COUNT": room, "GROUP": q.shape[1] // heads, "HEADS": heads}
     how = {"CAUSAL": causal, "STAGES": STAGES, "REGISTERS": REGISTERS, "PAUSE": common.PAUSE}
     _hopper_keys_kernel[(tiles, heads)](*given, num_warps=4, enable_fp_fusion=False, **sizes, **how)

@@ -17,11 +17,13 @@ from bi_kernels.ops.attention.hopper.common import (
     BLOCK,
     REGISTERS,
     STAGES,
+    capped,
     descriptor,
     operand,
     places,
     release,
     scores,
+    sloped,
     uniform,
     wait,
 )
@@ -55,6 +57,7 @@ def _step(
     rows,
     masks,
     scale,
+    steep,
     CAUSAL: gl.constexpr,
     MASKED: gl.constexpr,
     S: gl.constexpr,
@@ -70,7 +73,8 @@ def _step(
     dp = scores(dot, vs, i + 1, S)
     acc = warpgroup_mma(operand(ds, acc, ks.dtype), ks.index(i % STAGES), acc, is_async=True)
     s = warpgroup_mma_wait(2, deps=[s])
-    p = gl.exp2(gl.minimum(gl.fma(s, scale, -log_sum[:, None]), 0.0))
+    t = capped(s, steep)
+    p = sloped(gl.exp2(gl.minimum(gl.fma(t, scale, -log_sum[:, None]), 0.0)), t, steep)
     # here and below, for ptxas moves the next wait above the exponentials unless a branch is between
     wait(k_full, i + 2, more)
     dp = warpgroup_mma_wait(1, deps=[dp])
@@ -100,6 +104,7 @@ def _consume(
     info,
     where,
     scale,
+    steep,
     factor,
     GROUP: gl.constexpr,
     HEADS: gl.constexpr,
@@ -144,14 +149,15 @@ def _consume(
             started = scores(qt, ks, before, S)
             wait(v_full, before)
             s, dp = warpgroup_mma_wait(0, deps=[started, scores(dot, vs, before, S)])
-            p = gl.exp2(gl.minimum(gl.fma(s, scale, -rows[1][:, None]), 0.0))
+            t = capped(s, steep)
+            p = sloped(gl.exp2(gl.minimum(gl.fma(t, scale, -rows[1][:, None]), 0.0)), t, steep)
             ds = _hidden(p * (dp - rows[0][:, None]), 0, masks, CAUSAL, True)
             wait(k_full, before + 1, last > 0)
             wait(v_full, before + 1, last > 0)
             for j in range(middle):
-                acc, ds = _step(j, last, before, here, bars, acc, ds, rows, masks, scale, CAUSAL, False, S)
+                acc, ds = _step(j, last, before, here, bars, acc, ds, rows, masks, scale, steep, CAUSAL, False, S)
             for j in range(middle, last):
-                acc, ds = _step(j, last, before, here, bars, acc, ds, rows, masks, scale, CAUSAL, True, S)
+                acc, ds = _step(j, last, before, here, bars, acc, ds, rows, masks, scale, steep, CAUSAL, True, S)
             kt = ks.index((before + last) % STAGES)
             if last * BLOCK + BLOCK > length:  # rows of a neighbour
                 key = last * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, WIDE))
@@ -191,6 +197,7 @@ def _hopper_queries_kernel(
     length_k,
     sequences,
     scale,
+    steep,
     factor,
     COUNT: gl.constexpr,
     GROUP: gl.constexpr,
@@ -215,8 +222,8 @@ def _hopper_queries_kernel(
     gl.warp_specialize(
         [
             (produce, (None, k_tma, v_tma, ks, vs, bars, info, table, where, GROUP, HEADS, 2 * ROWS, COUNT, PAUSE)),
-            (_consume, (given, tiles, bars, info, where, scale, factor, GROUP, HEADS, COUNT, CAUSAL, 0)),
-            (_consume, (given, tiles, bars, info, where, scale, factor, GROUP, HEADS, COUNT, CAUSAL, 1)),
+            (_consume, (given, tiles, bars, info, where, scale, steep, factor, GROUP, HEADS, COUNT, CAUSAL, 0)),
+            (_consume, (given, tiles, bars, info, where, scale, steep, factor, GROUP, HEADS, COUNT, CAUSAL, 1)),
         ],
         [4, 4],
         [REGISTERS, REGISTERS],
@@ -224,17 +231,18 @@ def _hopper_queries_kernel(
 
 
 def queries_backward(
-    q, k, v, d_out, lse, delta, dq, where, causal: bool, scale: float, factor: float, tiles: int, room: int
+    q, k, v, d_out, lse, delta, dq, where, causal: bool, scale: float, factor: float, tiles: int, room: int, steep=None
 ) -> None:
     """Computes dq of q (tokens, heads, D), D 64 or 128, 16-bit, contiguous as d_out; k and v (rows, heads, D).
 
     lse, delta: (tokens, heads); where: first_q, length_q, first_k, length_k; scale: times log2(e); factor: of dq;
-    tiles: at least as many of 128 rows of a key head's group as there are; room: for the sequences, a power of two.
+    steep: of a cap, or None; tiles: at least as many of 128 rows of a key head's group as there are; room: for the
+    sequences, a power of two.
     """
     heads = k.shape[1]
     table = order(where, tiles, room, q.shape[1] // heads, heads, 2 * ROWS, BLOCK, causal)
     grid = (min(multiprocessors(q.device), tiles * heads),)
-    given = q, d_out, descriptor(k), descriptor(v), lse, delta, dq, table, *where, len(where[0]), scale, factor
+    given = q, d_out, descriptor(k), descriptor(v), lse, delta, dq, table, *where, len(where[0]), scale, steep, factor
     sizes = {"COUNT": room, "GROUP": q.shape[1] // heads, "HEADS": heads, "ROWS": ROWS, "WORDS": WORDS}
     how = {"CAUSAL": causal, "STAGES": STAGES, "REGISTERS": REGISTERS, "PAUSE": common.PAUSE}
     _hopper_queries_kernel[grid](*given, num_warps=4, enable_fp_fusion=False, **sizes, **how)

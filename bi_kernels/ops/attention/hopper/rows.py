@@ -4,13 +4,14 @@ factor of each row that are left out where they change no bit."""
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from bi_kernels.ops.attention.hopper.common import over
+from bi_kernels.ops.attention.hopper.common import capped, over
 
 
 @gluon.jit
-def softmax(s, m, l, start, bound, scale, MASKED: gl.constexpr):
+def softmax(s, m, l, start, bound, scale, steep, MASKED: gl.constexpr):
     """Returns (maximum, sum, factor of what was, p) after a block of scores, of which a row sees the keys below its
     bound."""
+    s = capped(s, steep)
     if MASKED:
         key = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))
         s = gl.where(key[None, :] < (bound - start)[:, None], s, -float("inf"))
@@ -28,6 +29,16 @@ def merge(m, l, acc, m_next, l_next, acc_next, scale):
     base = gl.where(top == -float("inf"), 0.0, top)
     a, b = gl.exp2((m - base) * scale), gl.exp2((m_next - base) * scale)
     return top, l * a + l_next * b, acc * over(a, acc) + acc_next * over(b, acc)
+
+
+@gluon.jit
+def with_sink(m, l, acc, scale, sink):
+    """Returns what `forward_kernels._with_sink` does."""
+    own, sink = m * scale, sink.to(gl.float32) * 1.4426950408889634
+    top = gl.maximum(own, sink)
+    base = gl.where(top == -float("inf"), 0.0, top)
+    a, b = gl.exp2(own - base), gl.exp2(sink - base)
+    return top, l * a + b, acc * over(a, acc)
 
 
 @gluon.constexpr_function

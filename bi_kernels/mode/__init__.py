@@ -1,0 +1,1 @@
+"""Routes what a model of any library asks of PyTorch to this package's ops."""
