@@ -191,6 +191,30 @@ def test_combination_is_in_ascending_expert_id():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    "gate, numbers",
+    [
+        ("swiglu", {}),
+        ("geglu", {}),
+        ("geglu", {"approximate": "tanh"}),
+        ("clamped_swiglu", {"limit": 0.5, "alpha": 2.0}),
+    ],
+)
+def test_a_gate_beside_its_factor_has_the_bits_of_one_apart(gate, numbers, interleaved, dtype):
+    both = (3 * torch.randn(5, 3, 38)).to(dtype).requires_grad_()
+    apart = [t.detach().clone().requires_grad_() for t in (both[..., ::2], both[..., 1::2])]
+    if not interleaved:
+        apart = [t.detach().clone().requires_grad_() for t in both.chunk(2, -1)]
+    y, wanted = bi.gated(both, gate, interleaved=interleaved, **numbers), getattr(bi, gate)(*apart, **numbers)
+    given = torch.randn(5, 3, 19).to(dtype)
+    y.backward(given)
+    wanted.backward(given)
+    found = (both.grad[..., ::2], both.grad[..., 1::2]) if interleaved else both.grad.chunk(2, -1)
+    assert torch.equal(y, wanted) and all(torch.equal(a, b.grad) for a, b in zip(found, apart))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("experts, k", [(1, 1), (8, 2), (60, 6), (128, 128)])
 def test_top_k_is_in_a_total_order(experts, k, dtype):
     torch.manual_seed(0)
@@ -240,6 +264,8 @@ X, W, ENDS = torch.zeros(4, 8), torch.zeros(2, 6, 8), torch.tensor([1, 4], dtype
         (lambda: bi.dispatch(X, bi.group_by_expert(torch.zeros(3, 1).long(), 2)), "dispatch: x has shape"),
         (lambda: bi.routed_linear(X, torch.zeros(3).long(), W), "routed_linear: x has shape"),
         (lambda: bi.routed_sum(W, torch.zeros(2, 6), torch.zeros(2).long()), "routed_sum: y has shape"),
+        (lambda: bi.gated(X, "silu"), "gate is 'silu', expected one of swiglu"),
+        (lambda: bi.gated(X[:, :5]), "gated: gate_up has shape"),
         (lambda: bi.top_k(X, 9), "k is 9, expected 1 to 8"),
         (lambda: bi.top_k(X, 2.0), "k is 2.0"),
         (lambda: bi.top_k(torch.zeros(3, 0), 1), "scores has shape"),

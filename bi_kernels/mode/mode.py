@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from bi_kernels.mode import functions, parameters
 from bi_kernels.mode.parameters import OP, unknown
+from bi_kernels.ops import logprob, rows
 
 
 class batch_invariant_mode(TorchFunctionMode):
@@ -102,8 +103,8 @@ _ROUTES: dict[Callable | None, str] = {
     functions.reduce(mean=True): "mean",
     functions.norm: "norm vector_norm",
     functions.normalize: "normalize",
-    functions.softmax("softmax"): "softmax",
-    functions.softmax("log_softmax"): "log_softmax",
+    functions.softmax(rows.softmax): "softmax",
+    functions.softmax(logprob.log_softmax): "log_softmax",
     functions.layer_norm: "layer_norm",
     functions.rms_norm: "rms_norm",
     functions.embedding: "embedding",

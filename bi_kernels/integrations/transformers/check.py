@@ -39,19 +39,22 @@ class Check:
         return f"{self.name}: {found}{f', first in {self.where}' if self.where else ''}"
 
 
-def check(model: nn.Module, layouts: Iterable[str] | None = None, lengths: Iterable[int] = LENGTHS) -> list[Check]:
+def check(
+    model: nn.Module, layouts: Iterable[str] | None = None, lengths: Iterable[int] = LENGTHS, gradients: bool = True
+) -> list[Check]:
     """Compares a model's results and gradients over layouts and splits; leaves the model as it was.
 
-    layouts: names of LAYOUTS, all by default. lengths: tokens of each sequence, the longest more than 36. The model is
-    in eval mode meanwhile. Its `.grad` and its modes are put back. Raises ValueError where it has no embedding of token
-    ids.
+    layouts: names of LAYOUTS, all by default. lengths: tokens of each sequence, the longest more than 36. gradients:
+    whether to compare these too. The model is in eval mode meanwhile. Its `.grad` and its modes are put back. Raises
+    ValueError where it has no embedding of token ids.
     """
     embedding = token_embedding(model)
     device, g = embedding.weight.device, torch.Generator().manual_seed(0)
     ids = [torch.randint(1, embedding.num_embeddings, (n,), generator=g).to(device) for n in lengths]
     with as_it_was(model):
         names = [*LAYOUTS] if layouts is None else [*layouts]
-        return [*_forward(model, ids, names), *_gradients(model, ids, "padded left" in names)]
+        found = _forward(model, ids, names)
+        return found + (_gradients(model, ids, "padded left" in names) if gradients else [])
 
 
 def _inner(model: nn.Module) -> PreTrainedModel | None:

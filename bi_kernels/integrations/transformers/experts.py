@@ -66,13 +66,12 @@ def _candidates(gated: bool, numbers: tuple[float, ...]) -> Iterator[Callable]:
     if not gated:
         yield from (bi.silu, bi.gelu, partial(bi.gelu, approximate="tanh"))
         return
-    pairs = [bi.swiglu, bi.geglu, partial(bi.geglu, approximate="tanh")]
+    gates = [{"gate": "swiglu"}, {"gate": "geglu"}, {"gate": "geglu", "approximate": "tanh"}]
     for limit, alpha, offset in product(numbers, (1.0, *numbers), (0.0, 1.0)):
         if limit > 0:
-            pairs.append(partial(bi.clamped_swiglu, limit=limit, alpha=alpha, offset=offset))
-    for pair in pairs:
-        yield lambda up, pair=pair: pair(*up.chunk(2, -1))
-        yield lambda up, pair=pair: pair(up[..., ::2], up[..., 1::2])
+            gates.append({"gate": "clamped_swiglu", "limit": limit, "alpha": alpha, "offset": offset})
+    for gate, interleaved in product(gates, (False, True)):
+        yield partial(bi.gated, **gate, interleaved=interleaved)
 
 
 def _recognised(module: nn.Module, plain: Callable, device: torch.device) -> Callable | None:

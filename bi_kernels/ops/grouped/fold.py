@@ -90,6 +90,8 @@ def _launch_for(
     grid = (experts * triton.cdiv(M, tile.m) * triton.cdiv(N, tile.n),)
     blocks = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_T": tile.k, "GROUP_M": tile.group, "SLAB": SLAB}
     how = {"CONTINUES": continues, "KEEPS": keeps, "num_warps": tile.warps, "num_stages": tile.stages}
+    if tile == MANY:
+        how["maxnreg"] = 128  # so that a program waits for memory while another one adds
     return Launch(_fold_kernel, device.index, grid, M, N, **blocks, **how), tile
 
 
