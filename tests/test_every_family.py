@@ -49,7 +49,7 @@ def test_the_judge_sees_what_restore_leaves_behind(monkeypatch):
 
 
 def test_a_layout_that_means_something_else_is_not_asked():
-    asked, why = judge.meant("bart")
+    asked, why = judge.meant(tiny.built("bart", dtype=torch.float32))
     assert "padded right" in asked and "padded left" in why, "it counts positions from the row's begin"
 
 

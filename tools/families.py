@@ -42,11 +42,12 @@ PREFACE = """\
 backward; {mixtures} of them are mixtures of experts.** {half} more are batch-invariant only. {no} are not, and
 `apply` says why. Verdict and bits disagree in {odd} families.
 
-`python tools/families.py` writes this page. It builds each family from its configuration: random weights in
-bf16, two layers or one of each kind, hidden size 64, 8 experts. On the Triton interpreter, it compares raw bits
-of each sequence alone with those padded left and right, packed, prefilled in chunks, decoded and generated, and
-gradients over two splits. It skips a layout in which stock Transformers, in fp32, computes something else: Bart,
-for example, counts positions from the row's begin. `restore` must give back stock's bits.
+`python tools/families.py` writes this page. It builds each family from its configuration: random weights, two
+layers or one of each kind, hidden size 64, 8 experts. On the Triton interpreter, it compares raw bits of each
+sequence alone with those padded left and right, packed, prefilled in chunks and decoded, and gradients over two
+splits, in fp32 and in bf16; in bf16, also what a batch generates. It skips a layout in which stock Transformers,
+in fp32, computes something else: Bart, for example, counts positions from the row's begin. `restore` must give
+back stock's bits.
 """
 
 
@@ -102,23 +103,31 @@ def said(row: dict) -> str:
 
 
 def drift(row: dict) -> str:
-    """Returns where bits differ, as "padded left 0.21 %, gradients in 0.6 %"."""
-    found = []
-    for c in row["checks"]:
-        name = "gradients" if c["gradient"] else c["name"].split(" against")[0].removesuffix(" in a batch")
-        if c["error"]:
-            found.append(f"{name} {c['error']}")
-        elif c["differ"]:
-            found.append(f"{name} {max(100 * c['differ'] / c['elements'], 0.1):.1f} %")
-    return ", ".join(found) or "0 bits differ"
+    """Returns where bits differ, as "padded left 21 %, gradients 0.6 %": in fp32 where they do, else in bf16."""
+    for dtype in ("float32", "bfloat16"):
+        found = []
+        for c in row["checks"]:
+            name = "gradients" if c["gradient"] else c["name"].split(" against")[0].removesuffix(" in a batch")
+            if c["dtype"] == dtype and c["error"]:
+                found.append(f"{name} {c['error']}")
+            elif c["dtype"] == dtype and c["differ"]:
+                found.append(f"{name} {max(100 * c['differ'] / c['elements'], 0.1):.1f} %")
+        if found:
+            return ", ".join(found)
+    return "0 bits differ"
+
+
+def _reasons(row: dict) -> list[str]:
+    """Returns why modules or gradients are left to PyTorch, each reason once, without the modules that never run."""
+    lines = row["report"].partition("Left to PyTorch:")[2].splitlines()
+    found = [re.split(r"  +", line.strip().partition(" × ")[2], maxsplit=1)[-1] for line in lines if " × " in line]
+    ran = [r for r in dict.fromkeys(found) if "trial call did not" not in r]
+    short = [r.replace(": no batch-invariant form is known", "") for r in ran or dict.fromkeys(found)]
+    return short or [r for line in row["report"].splitlines()[:2] for r in line.partition("NO. ")[2:] if r]
 
 
 def _why(row: dict) -> str:
-    """Returns the reason that `apply` gives for NO."""
-    for line in row["report"].splitlines()[:2]:
-        if "NO. " in line:
-            return line.partition("NO. ")[2]
-    return ""
+    return "; ".join(_reasons(row))
 
 
 def _table(head: tuple[str, ...], found: list[tuple[str, ...]]) -> str:
@@ -134,13 +143,13 @@ def page(judged: list[dict], left_out: dict[str, str]) -> str:
     failed = [r for r in judged if "says" not in r]
     odd = [r for r in asked if not agree(r)]
     mixtures = sum(r["mixture"] for r in yes)
-    lacks = Counter(part for r in no for part in _parts(_why(r)))
+    lacks = Counter(part for r in no for part in _reasons(r))
     name = lambda r: f"`{r['family']}`" + (", experts" if r["mixture"] else "")
     given = {"yes": len(yes), "of": len(judged), "mixtures": mixtures, "version": transformers.__version__}
     text = [PREFACE.format(**given, odd=len(odd), no=len(no), half=len(half))]
     if lacks:
         common = [(what, str(n)) for what, n in lacks.most_common(12)]
-        text += ["## What the others lack\n", _table(("still PyTorch's", "families"), common), ""]
+        text += ["## What the others lack\n", _table(("left to PyTorch", "families"), common), ""]
     if odd:
         text += ["## Verdict and bits disagree\n"]
         text += [_table(("family", "`apply` says", "bits"), [(name(r), _says(r), drift(r)) for r in odd]), ""]
@@ -164,12 +173,6 @@ def page(judged: list[dict], left_out: dict[str, str]) -> str:
 
 def _says(row: dict) -> str:
     return "/".join(("NO", "yes")[v] for v in row["says"])
-
-
-def _parts(why: str) -> list[str]:
-    """Splits "Attention, experts and RMSNorm are still PyTorch's." into its parts."""
-    listed = re.sub(r" (is|are) still PyTorch's.*", "", why)
-    return [p[:1].lower() + p[1:] if p[1:2].islower() else p for p in re.split(", | and ", listed)]
 
 
 def main() -> None:
