@@ -109,6 +109,6 @@ def judge(name: str, device: str = "cpu") -> dict:
 
 
 def agree(row: dict) -> bool:
-    """Tells whether what `apply` says of a family is what the bits say: a yes keeps them, and a NO is no false alarm."""
+    """Tells whether what `apply` says of a family is what the bits say: a yes keeps them, a NO does not."""
     holds = all(keeps or not says for says, keeps in zip(row["says"], row["bits"]))
     return holds and all(row["says"]) == all(row["bits"]) and row["restored"]
