@@ -250,8 +250,8 @@ def layout_for(op: str, lead: Sequence[int], trains: bool = True) -> TokenLayout
 
 
 def continues_step(*parameters: torch.Tensor | None) -> bool:
-    """Tells whether a MainGrads holds one of these parameters and an earlier micro-batch of the step has left a gradient
-    there."""
+    """Tells whether an earlier micro-batch of a step has left a gradient in the main_grad that MainGrads gave one of
+    these."""
     buffers = [getattr(p, "main_grad", None) for p in parameters]
     return any(hasattr(b, "of_step") and getattr(b, "zeros_at", None) != (id(b), b._version) for b in buffers)
 

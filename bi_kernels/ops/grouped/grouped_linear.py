@@ -193,7 +193,7 @@ def grouped_linear(
             return groups.slots, groups.slot_offsets, *buffers
         if not torch.compiler.is_compiling() and continues_step(*[p for (_, p), t in zip(pairs, trained) if t]):
             warnings.warn(
-                f"{OP}: another micro-batch without sequences, so that an expert's rows are taken for one and gradients "
+                f"{OP}: another micro-batch without sequences: an expert's rows are taken for one, and gradients "
                 "depend on the split; expected what group_by_expert(expert_ids, experts, layout) returns",
                 stacklevel=3,
             )
