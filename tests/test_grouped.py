@@ -123,6 +123,15 @@ def test_gradients_are_those_of_fp64():
         assert (ours.double() - exact).abs().max() <= 2.0**-16 * exact.abs().max()
 
 
+def test_a_micro_batch_whose_sequences_nobody_told_is_warned_of():
+    weight, ends = torch.randn(2, 16, 16).requires_grad_(), torch.tensor([1, 4], dtype=torch.int32)
+    grads, x = bi.MainGrads([weight]), torch.randn(4, 16)
+    bi.grouped_linear(x, weight, ends).sum().backward()
+    with pytest.warns(UserWarning, match="grouped_linear: another micro-batch without sequences"):
+        bi.grouped_linear(x, weight, ends)
+    grads.release()
+
+
 def test_no_tile_of_the_fold_changes_a_bit(monkeypatch):
     wanted = step(SPLITS[1])
     for tile in (fold.FEW, fold.MANY, fold.INTERPRETED._replace(k=16)):
