@@ -9,7 +9,7 @@ import importlib
 from bi_kernels.extras import extra
 
 _HOLDS = {
-    "ops.activations": ("silu", "gelu", "swiglu", "geglu", "clamped_swiglu", "soft_cap"),
+    "ops.activations": ("silu", "gelu", "swiglu", "geglu", "clamped_swiglu", "gated", "soft_cap"),
     "ops.elementwise": ("add", "scale", "bias_add", "mask_fill", "cast"),
     "ops.rope": ("rope", "rope_table", "RopeTable", "packed_positions"),
     "ops.gemm.gemm": ("linear", "matmul"),
@@ -23,6 +23,7 @@ _HOLDS = {
     "ops.grouped.grouped_linear": ("grouped_linear", "routed_linear", "routed_sum"),
     "ops.grouped.groups": ("group_by_expert", "Groups"),
     "ops.grouped.rows": ("dispatch", "combine"),
+    "ops.grouped.top_k": ("top_k",),
     "ops.attention.attention": ("attention",),
     "mode.mode": ("batch_invariant_mode",),
     "tokens": ("TokenLayout",),

@@ -310,11 +310,13 @@ def by_expert(experts: Tensor, count: int) -> list[Tensor]:
 
 
 def routed_linear(x: Tensor, experts: Tensor, weight: Tensor, bias: Tensor | None = None) -> Pair:
-    rows, (count, N, K) = x.reshape(-1, x.shape[-1]), weight.shape
-    places = by_expert(experts, count)
-    parts = [linear(rows[at], weight[e], None if bias is None else bias[e]) for e, at in enumerate(places)]
+    rows, places = x.reshape(-1, x.shape[-1]), by_expert(experts, len(weight))
+    parts = [
+        linear(looked_up(at, rows.double()), weight[e], None if bias is None else bias[e])
+        for e, at in enumerate(places)
+    ]
     back = torch.cat(places).argsort()
-    return tuple(torch.cat(part)[back].view(*x.shape[:-1], N) for part in zip(*parts))
+    return tuple(looked_up(back, torch.cat(part)).view(*x.shape[:-1], weight.shape[1]) for part in zip(*parts))
 
 
 def routed_sum(y: Tensor, weights: Tensor, experts: Tensor) -> Pair:

@@ -104,9 +104,9 @@ def _matmul(call: _Call, a: Tensor, b: Tensor) -> dict:
 
 
 def _routed_linear(call: _Call, x: Tensor, experts: Tensor, weight: Tensor, bias: Tensor | None = None) -> dict:
-    dy, places, (count, N, K) = _rows(call.dy), reference.by_expert(experts, len(weight)), weight.shape
+    dy, places = _rows(call.dy), reference.by_expert(experts, len(weight))
     return {
-        "x": (reference.routed_linear(call.dy.abs(), experts, weight.abs().mT)[0], N),
+        "x": (reference.routed_linear(call.dy.abs(), experts, weight.abs().mT)[0], weight.shape[1]),
         "weight": (torch.stack([dy[at].T @ _rows(x)[at] for at in places]), call.slots),
         "bias": (torch.stack([dy[at].sum(0) for at in places]), call.slots),
     }

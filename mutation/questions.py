@@ -133,7 +133,7 @@ def _embedding(session) -> Iterator[Row]:
 # what else the audit of an op's family judges in its notebook
 MORE: dict[str, Callable] = {
     "attention": _experiments,
-    "attention_window": _experiments,
+    **dict.fromkeys(("attention_window", "attention_soft_cap", "attention_sinks", "attention_narrow_v"), _experiments),
     "rope": lambda session: [*elementwise.packed_reset(session)[0], *elementwise.outside_table(session)],
     "linear": lambda session: [*gemm.tiles(session)[0], *gemm.slabs(session)[0]],
     "linear_bias": lambda session: (r for r in gemm.remembered(session)[0] if not r.control),

@@ -196,7 +196,7 @@ def sum_and_norm(x, residual, weight, dtype, eps):
     return normed(h, weight, eps), h
 
 
-def attended(q, k, v, lengths, dtype, window=None):
+def attended(q, k, v, sinks=None, *, lengths, dtype, window=None, chunk=None, soft_cap=None):
     """Causal; the probabilities, for the product with v, and the gradient of the scores are rounded to `dtype`."""
     every = []
     for q, k, v in zip(*(t.split(lengths) for t in (q, k, v))):
@@ -204,9 +204,14 @@ def attended(q, k, v, lengths, dtype, window=None):
         back = torch.arange(len(q))[:, None] - torch.arange(len(q))
         s = torch.einsum("qhd,khd->hqk", q, k) * q.shape[-1] ** -0.5
         s.register_hook(lambda g: rounded(g, dtype))
-        s = s.masked_fill((back < 0) | (back >= (window or len(q))), -torch.inf)
+        if soft_cap is not None:
+            s = soft_cap * torch.tanh(s / soft_cap)
+        at = torch.arange(len(q)) // (chunk or len(q))
+        s = s.masked_fill((back < 0) | (back >= (window or len(q))) | (at[:, None] != at), -torch.inf)
+        if sinks is not None:  # a last key, without a value
+            s = torch.cat([s, sinks.float()[:, None, None].expand(-1, len(q), 1)], -1)
         p = s.softmax(-1)
-        p = p + (rounded(p, dtype) - p).detach()
+        p = (p + (rounded(p, dtype) - p).detach())[..., : len(k)]
         every.append((torch.einsum("hqk,khd->qhd", p, v), s.logsumexp(-1).T))
     return tuple(map(torch.cat, zip(*every)))
 
@@ -261,9 +266,10 @@ PLAIN = {  # op: the op in plain fp32 torch
     "log_softmax": lambda logits: logits.log_softmax(-1),
     "lm_head_logprob": lambda hidden, weight, dtype, **told: selected(rounded(F.linear(hidden, weight), dtype), **told),
     "attention": attended,
-    "attention_window": attended,
+    **{name: attended for name in OPS if OPS[name].row == "attention"},
 }
-ROUNDS_BETWEEN = ("add_rms_norm", "lm_head_logprob", "attention", "attention_window")  # to the storage dtype
+ATTENTION = tuple(name for name in OPS if OPS[name].row == "attention")
+ROUNDS_BETWEEN = ("add_rms_norm", "lm_head_logprob", *ATTENTION)  # to the storage dtype
 
 
 def worst(y: torch.Tensor, exact: torch.Tensor, limit: torch.Tensor) -> float:

@@ -17,6 +17,7 @@ from bi_kernels.audit.checks import gradient as gradients
 from bi_kernels.audit.checks import long_sequences
 from bi_kernels.audit.checks.gradient import DETERMINISM, INVARIANCE, NO_GRAD_NEEDED
 from bi_kernels.audit.controls import run as broken
+from bi_kernels.audit.controls.experts import EXPERT_CONTROLS
 from bi_kernels.audit.controls.gradient import GRADIENT_CONTROLS, with_backward
 from bi_kernels.audit.controls.rows import ROW_CONTROLS
 from bi_kernels.audit.findings import NEEDS_FIX, PASS, UNSUPPORTED, Row
@@ -33,7 +34,8 @@ from bi_kernels.tokens import SLAB, TokenLayout
 from helpers import backward, training
 
 RUNS = "interpreter_gradient_runs"
-HERE = [c for c in (*GRADIENT_CONTROLS, *ROW_CONTROLS) if not c.gpu]  # that an interpreter judges, too
+# that an interpreter judges, too
+HERE = [c for c in (*GRADIENT_CONTROLS, *ROW_CONTROLS, *EXPERT_CONTROLS) if not c.gpu]
 AUDITS = list(dict.fromkeys(c.audit for c in HERE))
 
 

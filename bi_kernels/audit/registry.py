@@ -180,6 +180,24 @@ _EVERY = (
     Op("log_softmax", "vocabulary", {"logits": "vocab"}, outputs=("out:fp32",), reduction="vocab"),
     Op("attention", "attention", cases=_groups, **_ATTENTION),
     Op("attention_window", "attention", constants={"window": 33}, **_ATTENTION),
+    Op(
+        "attention_soft_cap",
+        "attention",
+        constants={"soft_cap": 5.0},
+        **_ATTENTION | {"arguments": {"soft_cap": (50.0, 0.5), "scale": (0.5,)}},
+    ),
+    Op(
+        "attention_sinks",
+        "attention",
+        shared={"sinks": "heads"},
+        constants={"chunk": 33},
+        **_ATTENTION | {"arguments": {"chunk": (1, 16, None)}},
+    ),
+    Op(
+        "attention_narrow_v",
+        "attention",
+        **_ATTENTION | {"tokens": _ATTENTION["tokens"] | {"v": "kv_heads, head_dim - head_dim // 3"}, "arguments": {}},
+    ),
     Op("matmul", "gemm", {"a": "K"}, {"b": "N, K:t"}, cases=_linears("o"), **_LINEAR),
 )
 OPS = {op.name: op for op in _EVERY}

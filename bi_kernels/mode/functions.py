@@ -6,7 +6,6 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-import bi_kernels as bi
 from bi_kernels.mode.parameters import (
     FLOATS,
     OP,
@@ -20,7 +19,13 @@ from bi_kernels.mode.parameters import (
     view,
     with_grad,
 )
+from bi_kernels.ops import layer_norm as layer_norms
+from bi_kernels.ops import logprob
+from bi_kernels.ops import norm as norms
+from bi_kernels.ops.attention import attention as attentions
+from bi_kernels.ops.embedding import embedding as look_up
 from bi_kernels.ops.gemm.gemm import _apply as gemm
+from bi_kernels.ops.gemm.gemm import matmul as multiply
 from bi_kernels.tokens import TokenLayout, current_layout, dense
 
 
@@ -39,8 +44,10 @@ def reduce(mean: bool) -> Callable:
     def route(mode, func, x, dim=None, keepdim=False, *, dtype=None, out=None):
         if x.dtype not in FLOATS or dtype not in (None, *FLOATS):
             return NotImplemented
-        if dim is None or out is not None or x.dim() == 0:
-            return unknown(mode, func) if x.dim() else NotImplemented
+        if dim is None and out is None:  # of all that a call has, as a loss
+            return unknown(mode, func) if x.dim() and mode.in_trial else NotImplemented
+        if out is not None or x.dim() == 0:
+            return unknown(mode, func)
         dims = sorted({d % x.dim() for d in ((dim,) if isinstance(dim, int) else dim or range(x.dim()))})
         mode.meets_sum(*(x.shape[d] for d in dims))
         count = torch.Size(x.shape[d] for d in dims).numel()
@@ -61,11 +68,11 @@ def norm(mode, func, x, p=2, dim=None, keepdim=False, dtype=None, out=None):
 
 def normalize(mode, func, x, p=2.0, dim=1, eps=1e-12, out=None):
     length = norm(mode, func, x, p, dim, True, out=out)
-    return length if length is NotImplemented else x / Expanded.apply(length.clamp_min(eps), x.shape, None)
+    return length if length is NotImplemented else x / Expanded.apply(length.clamp_min(eps), x.shape, False, None)
 
 
-def softmax(name: str) -> Callable:
-    op = getattr(bi, name)
+def softmax(op: Callable) -> Callable:
+    """Returns the route of softmax or log_softmax, which an op of ours computes over the last dimension."""
 
     def route(mode, func, x, dim=None, _stacklevel=3, dtype=None):
         if not isinstance(dim, int) or x.dim() == 0:
@@ -75,7 +82,7 @@ def softmax(name: str) -> Callable:
         if x.dtype not in FLOATS:
             return unknown(mode, func)
         mode.meets_sum(x.shape[dim])
-        return op(x.movedim(dim, -1)).movedim(-1, dim)
+        return op(x.movedim(dim, -1)).to(x.dtype).movedim(-1, dim)
 
     return route
 
@@ -136,18 +143,36 @@ def matmul(mode, func, a, b, out=None):
     return unknown(mode, func) if y is NotImplemented else y
 
 
+def patches(mode, func, x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1):
+    """A convolution whose windows do not overlap: a product of each window with the weight."""
+    size, dims = weight.shape[2:], weight.dim() - 2
+    each = lambda n: (n,) * dims if isinstance(n, int) else tuple(n)
+    apart = each(stride) == tuple(size) and each(dilation) == (1,) * dims and groups == 1
+    if not apart or padding not in (0, (0,) * dims, [0] * dims, "valid") or x.dim() != dims + 2:
+        return unknown(mode, func)
+    counts = [n // k for n, k in zip(x.shape[2:], size)]
+    for at, (n, k) in enumerate(zip(counts, size)):
+        x = x.narrow(2 + 2 * at, 0, n * k).unflatten(2 + 2 * at, (n, k))
+    places, inner = range(2, 2 + 2 * dims, 2), range(3, 3 + 2 * dims, 2)
+    x = x.permute(0, *places, 1, *inner).flatten(1 + dims)
+    flat = view(mode, torch.flatten, weight, 1)
+    flat = weight.flatten(1) if flat is NotImplemented else flat
+    y = product(mode, x.flatten(1, dims), flat, bias, across=False)
+    return unknown(mode, func) if y is NotImplemented else y.mT.unflatten(2, counts)
+
+
 def _batched(a: Tensor, b: Tensor) -> Tensor:
     """Multiplies matrices (..., M, K) and (..., K, N) one by one."""
     lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     pairs = zip(*(_split(t, lead) for t in _autocast(a, b)))
     with dense(1, a.shape[-2]):
-        parts = [bi.matmul(x, y) for x, y in pairs]
+        parts = [multiply(x, y) for x, y in pairs]
     return torch.stack(parts).view(*lead, a.shape[-2], b.shape[-1]) if parts else a @ b
 
 
 def _split(t: Tensor, lead: torch.Size) -> Iterable[Tensor]:
     shape = lead + t.shape[-2:]
-    t = Expanded.apply(t, shape, None) if t.requires_grad and t.shape != shape else t.expand(shape)
+    t = Expanded.apply(t, shape, False, None) if t.requires_grad and t.shape != shape else t.expand(shape)
     return t.reshape(-1, *t.shape[-2:]).unbind(0)
 
 
@@ -184,7 +209,7 @@ def layer_norm(mode, func, x, normalized_shape, weight=None, bias=None, eps=1e-5
     for t in (weight, bias):
         adopted(mode, t)
     with _rows(x.shape[:-1]):
-        return bi.layer_norm(x, weight, bias, eps)
+        return layer_norms.layer_norm(x, weight, bias, eps)
 
 
 def rms_norm(mode, func, x, normalized_shape, weight=None, eps=None):
@@ -193,7 +218,7 @@ def rms_norm(mode, func, x, normalized_shape, weight=None, eps=None):
     adopted(mode, weight)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     with _rows(x.shape[:-1]):
-        return bi.rms_norm(x, weight, eps)
+        return norms.rms_norm(x, weight, eps)
 
 
 def embedding(
@@ -203,7 +228,7 @@ def embedding(
         return unknown(mode, func)
     adopted(mode, weight, embedding=True)
     with _rows(ids.shape):
-        return bi.embedding(ids, weight, padding_idx)
+        return look_up(ids, weight, padding_idx)
 
 
 def attention(mode, func, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
@@ -212,7 +237,7 @@ def attention(mode, func, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=Fals
         return unknown(mode, func)
     q, k, v = (t.transpose(1, 2) for t in _autocast(q, k, v))
     with _rows(q.shape[:2]):
-        return bi.attention(q, k, v, causal=is_causal, scale=scale)[0].transpose(1, 2)
+        return attentions.attention(q, k, v, causal=is_causal, scale=scale)[0].transpose(1, 2)
 
 
 def cross_entropy(
@@ -222,7 +247,7 @@ def cross_entropy(
     plain = weight is None and size_average is None and reduce is None and not label_smoothing and x.dim() == 2
     if not plain or target.is_floating_point() or x.dtype not in FLOATS:
         return unknown(mode, func)
-    loss = -bi.token_logprob(x, target, ignore_index=ignore_index)[0]
+    loss = -logprob.token_logprob(x, target, ignore_index=ignore_index)[0].to(x.dtype)
     if reduction == "none":
         return loss
     return loss.sum() if reduction == "sum" else loss.sum() / (target != ignore_index).sum()
@@ -274,7 +299,9 @@ def repeat_interleave(mode, func, x, repeats, dim=None, **kwargs):
 
 def copied(mode, func, x, /, *args, **kwargs):
     """What may copy an element several times, whose gradients PyTorch adds up."""
-    return unknown(mode, func) if x.requires_grad and torch.is_grad_enabled() else NotImplemented
+    if x.requires_grad and torch.is_grad_enabled():
+        mode.meets_unknown(f"the gradient of {func.__name__}")
+    return NotImplemented
 
 
 def dropout(mode, func, x, p=0.5, training=True, inplace=False):

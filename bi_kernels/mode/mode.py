@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from bi_kernels.mode import functions, parameters
 from bi_kernels.mode.parameters import OP, unknown
+from bi_kernels.ops import logprob, rows
 
 
 class batch_invariant_mode(TorchFunctionMode):
@@ -97,12 +98,13 @@ _ROUTES: dict[Callable | None, str] = {
     functions.linear: "linear",
     functions.matmul: "matmul __matmul__ __rmatmul__ mm bmm",
     functions.addmm: "addmm baddbmm",
+    functions.patches: "conv1d conv2d conv3d",
     functions.reduce(mean=False): "sum",
     functions.reduce(mean=True): "mean",
     functions.norm: "norm vector_norm",
     functions.normalize: "normalize",
-    functions.softmax("softmax"): "softmax",
-    functions.softmax("log_softmax"): "log_softmax",
+    functions.softmax(rows.softmax): "softmax",
+    functions.softmax(logprob.log_softmax): "log_softmax",
     functions.layer_norm: "layer_norm",
     functions.rms_norm: "rms_norm",
     functions.embedding: "embedding",

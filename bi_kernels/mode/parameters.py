@@ -8,7 +8,7 @@ from torch.overrides import TorchFunctionMode
 
 from bi_kernels.ops.parameter_fold import fold_elementwise
 from bi_kernels.ops.rows import row_sums
-from bi_kernels.tokens import TokenLayout, current_layout, dense, layout_for
+from bi_kernels.tokens import TokenLayout, current_layout, dense
 
 OP = "batch_invariant_mode"
 FLOATS = torch.bfloat16, torch.float16, torch.float32
@@ -95,16 +95,12 @@ def _shifted(mode: TorchFunctionMode, func: Callable, *args):
 
 
 def expanded(mode: TorchFunctionMode, t: Tensor, shape: torch.Size) -> Tensor:
+    """Returns a tensor that needs a gradient, expanded to a shape."""
     if adopted(mode, t):
-        features = min(t.dim(), len(shape) - 1)
-        layout = current_layout(OP) or layout_for(OP, shape[: len(shape) - features])
-        if t.dim() == len(shape) > 2 and t.shape[:2].numel() > 1 and shape[:2].numel() == layout.rows:
-            mode.meets_unknown("the gradient of a parameter of places")
-            return Expanded.apply(t, shape, None)
-        return Expanded.apply(t, shape, layout)
+        return Expanded.apply(t, shape, True, current_layout(OP))
     if shape and len(shape) <= 4 and (len(shape) > t.dim() or t.shape[0] < shape[0]):
         mode.meets_unknown("the gradient of a value broadcast over tokens")
-    return Expanded.apply(t, shape, None)
+    return Expanded.apply(t, shape, False, None)
 
 
 def expand(mode: TorchFunctionMode, func: Callable, t: Tensor, *sizes, **kwargs):
@@ -115,50 +111,44 @@ def expand(mode: TorchFunctionMode, func: Callable, t: Tensor, *sizes, **kwargs)
 
 
 class Expanded(torch.autograd.Function):
-    """A tensor expanded to a shape, whose gradient our ops sum; a parameter's (with a layout) is folded over tokens."""
+    """A tensor expanded to a shape, whose gradient our ops sum; a parameter's is folded over tokens."""
 
     @staticmethod
-    def forward(ctx, t, shape, layout):
-        ctx.shape, ctx.parameter, ctx.layout = t.shape, None if layout is None else t, layout
+    def forward(ctx, t, shape, is_folded, layout):
+        ctx.shape, ctx.parameter, ctx.layout = t.shape, t if is_folded else None, layout
         return t.expand(shape)
 
     @staticmethod
     def backward(ctx, grad):
         if ctx.parameter is not None:
             folded = _folded(grad, ctx.parameter, ctx.layout)
-            return None if folded is None else folded.view(ctx.shape), None, None
+            return None if folded is None else folded.view(ctx.shape), None, None, None
         wanted = (1,) * (grad.dim() - len(ctx.shape)) + tuple(ctx.shape)
         summed = [at for at in range(grad.dim()) if wanted[at] == 1 and grad.shape[at] != 1]
-        return (total_of(grad, summed, grad.dtype) if summed else grad).reshape(ctx.shape), None, None
+        return (total_of(grad, summed, grad.dtype) if summed else grad).reshape(ctx.shape), None, None, None
 
 
-def _folded(grad: Tensor, parameter: Tensor, layout: TokenLayout) -> Tensor | None:
+def _folded(grad: Tensor, parameter: Tensor, layout: TokenLayout | None) -> Tensor | None:
     """Returns the gradient of a parameter that was broadcast to grad's shape, or adds it to its main_grad: summed over
-    features within a token, then folded over tokens in the layout's order."""
-    lead = leading(grad.shape, layout.rows)
-    if lead is None and grad.dim() > 3 and grad.shape[0] * grad.shape[2] == layout.rows:  # (batch, heads, length, D)
-        grad, lead = grad.transpose(1, 2), 2
-        parameter = parameter if parameter.dim() < 3 else _without(parameter, -2)
-    if lead is None:  # rows that are not the call's tokens
-        lead = grad.dim() - parameter.dim()
-        layout = dense(1, grad.shape[:lead].numel())
-    return fold_elementwise(OP, grad.flatten(0, lead - 1), parameter, layout, name="a parameter")
+    features within a token, then folded over tokens in the layout's order.
 
-
-def _without(parameter: Tensor, dim: int) -> Tensor:
-    """Returns a parameter, whose gradient is to be folded, without a dimension of size 1."""
-    out = parameter.detach().squeeze(dim)
-    if (main_grad := getattr(parameter, "main_grad", None)) is not None:
-        out.main_grad = main_grad.squeeze(dim)
-    return out
-
-
-def leading(shape: torch.Size, rows: int) -> int | None:
-    """Returns how many leading dimensions are the tokens of a layout; None if they are not."""
-    for lead in range(1, len(shape) + 1):
-        if shape[:lead].numel() == rows:
-            return lead
-    return None
+    Tokens are grad's first dimension or first two, over which the parameter is broadcast; one that has a number for
+    each place of a sequence is folded over sequences."""
+    shape = (1,) * (grad.dim() - parameter.dim()) + tuple(parameter.shape)
+    rows = None if layout is None else layout.rows
+    if grad.dim() == 4 and shape[2] == 1 and grad.shape[0] * grad.shape[1] != rows == grad.shape[0] * grad.shape[2]:
+        grad, shape = grad.transpose(1, 2), (shape[0], shape[2], shape[1], shape[3])  # (batch, heads, length, D)
+    lead = min(next((at for at, n in enumerate(shape) if n != 1), len(shape)), 2)
+    if not lead:  # a number for each of grad's
+        return grad.to(parameter.dtype)
+    tokens = grad.shape[:lead]
+    if tokens.numel() != rows:  # not the call's tokens
+        of_places = lead == 1 and grad.dim() > 2
+        layout = dense(tokens[0], tokens[1] if lead == 2 else 1) if lead == 2 or of_places else dense(1, tokens[0])
+    owner, buffer = parameter.detach().view(shape[lead:]), getattr(parameter, "main_grad", None)
+    if buffer is not None:
+        owner.main_grad = buffer.view(shape[lead:])
+    return fold_elementwise(OP, grad.flatten(0, lead - 1), owner, layout, name="a parameter")
 
 
 def total_of(x: Tensor, dims: list[int], dtype: torch.dtype, scale: float = 1.0) -> Tensor:

@@ -98,7 +98,8 @@ def _more_keys(u: Step) -> tuple[Results, Results]:
         before = [[-1] * (len(k) - len(q)) * full for q, k in zip(*rows)]
         q_rows = torch.tensor([r for some, q in zip(before, rows[0]) for r in (*some, *q)], device=u.at.device)
         k_rows = torch.tensor([r % u.count for k in rows[1] for r in k], device=u.at.device)
-        leaves = {k: t[k_rows if k in ("k", "v") else q_rows].clone().requires_grad_() for k, t in u.inputs().items()}
+        at = lambda k: slice(None) if k in u.shared else k_rows if k in ("k", "v") else q_rows
+        leaves = {k: t[at(k)].clone().requires_grad_() for k, t in u.inputs().items()}
         ends = [np.cumsum([0, *(len(some) + len(q) for some, q in zip(before, rows[0]))])]
         ends.append(np.cumsum([0, *map(len, rows[1])]))
         cu = {f"cu_seqlens_{x}": torch.tensor(e, dtype=torch.int32, device=q_rows.device) for x, e in zip("qk", ends)}
@@ -107,6 +108,7 @@ def _more_keys(u: Step) -> tuple[Results, Results]:
         zero = lambda dy: dy[q_rows].masked_fill((q_rows < 0).view(-1, *[1] * (dy.dim() - 1)), 0)
         found = u.with_gradients(outputs, leaves, [zero(dy) for dy in u.dy])
         of_keys = {k: found.pop(k) for k in ("dk", "dv")}
+        found = {k: t for k, t in found.items() if k[1:] not in u.shared}  # one for all samples of a call
         return {k: t[q_rows >= 0] for k, t in found.items()} | ({} if full else of_keys)
 
     every = range(len(KEYS))
@@ -127,7 +129,9 @@ def _one_id(u: Step) -> tuple[Results, Results]:
     step = Step(u.subject, CANCELLING, USED)
     for k, dims in u.subject.problem.op.tokens.items():
         if dims.endswith(":id"):
-            others = (torch.arange(step.count, device=step.at.device) % 50 == 9).view(-1, *[1] * (step.tokens[k].dim() - 1))
+            others = (torch.arange(step.count, device=step.at.device) % 50 == 9).view(
+                -1, *[1] * (step.tokens[k].dim() - 1)
+            )
             step.tokens[k] = torch.where(others, step.tokens[k], 5)
     named = lambda made: {f"d{k}": t for k, t in made.items()}
     return named(step.gradients()), named(step.gradients("micro_batches:each"))

@@ -39,7 +39,13 @@ ELEMENTS = 2**31
 LONGEST, FEWEST = 4090, 8  # tokens of a sequence at most; sequences with A at least
 LAST = 2  # sequences with B
 CASES = {"linear": ("lm_head", "o"), "attention": ("mha",)}  # the widest output, and all of one width
-OUTPUTS = {"linear": "N", "linear_bias": "N", "matmul": "N", "routed_linear": "N", "embedding": "hidden"}  # as wide as no input
+OUTPUTS = {
+    "linear": "N",
+    "linear_bias": "N",
+    "matmul": "N",
+    "routed_linear": "N",
+    "embedding": "hidden",
+}  # as wide as no input
 KEEP = "keep_bytes"  # the argument by which the LM head keeps its logits
 
 

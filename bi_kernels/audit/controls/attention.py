@@ -1,5 +1,6 @@
 """Breaks attention on purpose, in one way each; `defect=False` mends that one."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -104,6 +105,52 @@ def scores_in_bf16(q, k, v, cu_seqlens_q, defect=True):
     return out, lse
 
 
+def _capped(raw: Tensor, soft_cap: float) -> Tensor:
+    return soft_cap * torch.tanh(raw / soft_cap)
+
+
+def capped_after_the_mask(q, k, v, cu_seqlens_q, soft_cap, defect=True):
+    """Computes sequence by sequence, in fp32; a hidden key's score becomes −soft_cap, and weighs."""
+    out, lse = torch.zeros_like(q), torch.zeros(q.shape[:2], device=q.device)
+    for at, qs, ks, vs in _by_sequence(q, k, v, cu_seqlens_q):
+        raw = qs @ ks.mT * q.shape[2] ** -0.5
+        hide = lambda scores: scores.masked_fill(~torch.ones_like(raw[0], dtype=torch.bool).tril(), -torch.inf)
+        scores = _capped(hide(raw), soft_cap) if defect else hide(_capped(raw, soft_cap))
+        out[at], lse[at] = (scores.softmax(-1) @ vs).transpose(0, 1), scores.logsumexp(-1).T
+    return out, lse
+
+
+def sink_of_each_split(q, k, v, sinks, defect=True, **told):
+    """Counts a sink once for each split of one query's keys, where each is a program of its own."""
+    splits = -(-k.shape[1] // 64) if defect and _is_one_query(q) else 1
+    return changed(split=64)(q, k, v, sinks=sinks + math.log(splits), **told)
+
+
+class _SinksAtOnce(torch.autograd.Function):
+    """Returns out and lse; the gradient of the sinks is one sum over all tokens of the call."""
+
+    @staticmethod
+    def forward(ctx, sinks, out, lse):
+        ctx.sinks, ctx.out, ctx.lse = sinks, out.detach(), lse.detach()
+        return out.clone(), lse.clone()
+
+    @staticmethod
+    def backward(ctx, d_out, d_lse):
+        p = torch.where(ctx.lse == -torch.inf, 0.0, (ctx.sinks.detach().float() - ctx.lse).exp())
+        delta = (ctx.out.float() * d_out.float()).sum(-1) - d_lse
+        found, buffer = -(p * delta).flatten(0, -2).sum(0), getattr(ctx.sinks, "main_grad", None)
+        if buffer is None:
+            return found.to(ctx.sinks.dtype), d_out, d_lse
+        buffer += found
+        return None, d_out, d_lse
+
+
+def sinks_summed_at_once(q, k, v, sinks, defect=True, **told):
+    if not defect or not sinks.requires_grad:
+        return bi_kernels.attention(q, k, v, sinks, **told)
+    return _SinksAtOnce.apply(sinks, *bi_kernels.attention(q, k, v, sinks.detach(), **told))
+
+
 def leaves_one_element(q, k, v, defect=True, **told):
     out, lse = bi_kernels.attention(q, k, v, **told)
     left = torch.empty_like(out)
@@ -196,6 +243,21 @@ def dq_by_atomics(q, k, v, told, dy):
     return total.to(q.dtype), dk, dv
 
 
+@_with_gradients
+def cap_without_a_slope(q, k, v, told, dy):
+    """Computes the gradients of packed sequences in fp32, as if the cap were a constant factor of each score's own."""
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    with torch.enable_grad():
+        outputs = []
+        for _, qs, ks, vs in _by_sequence(*leaves, told["cu_seqlens_q"]):
+            raw = qs @ ks.mT * q.shape[2] ** -0.5
+            scores = raw + (_capped(raw, told["soft_cap"]) - raw).detach()
+            scores = scores.masked_fill(~torch.ones_like(raw[0], dtype=torch.bool).tril(), -torch.inf)
+            outputs.append(((scores.softmax(-1) @ vs).transpose(0, 1), scores.logsumexp(-1).T))
+        outputs = [torch.cat(some) for some in zip(*outputs)]
+        return torch.autograd.grad(outputs, leaves, [t.float() for t in dy])
+
+
 def _control(name: str, relation: str, function: Callable, op: str = "attention", **more) -> Control:
     return Control(name, "attention", op, relation, function, case="gqa" if op == "attention" else "", **more)
 
@@ -221,5 +283,9 @@ ATTENTION_CONTROLS = (
         "dk and dv over the group in completion order, in fp32", INVARIANCE, group_in_completion_order, dtype="fp32"
     ),
     _control("dk without a head of the group", ACCURACY, dk_without_a_head),
+    _control("a cap applied after the mask", "accuracy", capped_after_the_mask, "attention_soft_cap"),
+    _control("a cap whose slope is left out", ACCURACY, cap_without_a_slope, "attention_soft_cap"),
+    _control("a sink counted once a split", "invariance", sink_of_each_split, "attention_sinks"),
+    _control("a sink's gradient summed over the call at once", INVARIANCE, sinks_summed_at_once, "attention_sinks"),
     *at_levels(_control("dq by atomics", "atomics-free", dq_by_atomics)),
 )

@@ -9,6 +9,7 @@ from bi_kernels.audit.axes import NO_GRAD_NEEDED
 from bi_kernels.audit.checks import forward, gradient, limits, single_call
 from bi_kernels.audit.checks.long_sequences import LONG, LONG_SEQUENCES, by_layout
 from bi_kernels.audit.controls.attention import ATTENTION_CONTROLS
+from bi_kernels.audit.controls.experts import EXPERT_CONTROLS
 from bi_kernels.audit.controls.forward import CONTROLS, Control
 from bi_kernels.audit.controls.gradient import GRADIENT_CONTROLS
 from bi_kernels.audit.controls.rows import ROW_CONTROLS
@@ -23,7 +24,7 @@ from bi_kernels.audit.static.verdict import STATIC, atomics_free
 from bi_kernels.audit.targets.op import OpUnderTest
 from bi_kernels.audit.targets.op_step import Step
 
-EVERY = (*CONTROLS, *GRADIENT_CONTROLS, *ROW_CONTROLS, *ATTENTION_CONTROLS, *USE_CONTROLS)
+EVERY = (*CONTROLS, *GRADIENT_CONTROLS, *ROW_CONTROLS, *ATTENTION_CONTROLS, *EXPERT_CONTROLS, *USE_CONTROLS)
 ACCURATE = ("normal", "wide")  # inputs on which some control shows
 DRAWS = 32  # cases in which a control shows
 CONTROL_LAYOUTS = ("singles", "batch", "neighbours", "permuted", "decode")  # layouts in which some control shows

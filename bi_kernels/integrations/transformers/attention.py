@@ -230,7 +230,8 @@ def interface(
         else:
             refuse_training(q, k)
             (k, stride), (v, _), stored = _stored(key), _stored(value), key.shape[2]
-        out = _run(flat(q), k, v, call.sequences(stored, stride, q.device), True, **more)
+        sequences = call.sequences(stored, stride, q.device, more["chunk"] or 1)
+        out = _run(flat(q), k, v, sequences, True, **more)
         return out.view(*q.shape[:-1], v.shape[-1]), None
 
 

@@ -1,7 +1,7 @@
-"""Runs an applied model on a small batch and compares raw bits: alone, padded, decoded, and a step cut two ways."""
+"""Runs an applied model on a small batch and compares raw bits: alone, padded, packed, in parts, in two splits."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -13,6 +13,7 @@ from bi_kernels.integrations.transformers.gradients import BUFFERS, forget, tens
 
 LENGTHS = (5, 40, 12)  # tokens of each sequence
 NEW = 3  # tokens that are decoded one by one
+CHUNKS = (17, 33)  # where a left-padded batch is cut for a prefill in chunks
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -38,22 +39,31 @@ class Check:
         return f"{self.name}: {found}{f', first in {self.where}' if self.where else ''}"
 
 
-def check(model: nn.Module) -> list[Check]:
-    """Compares an applied model's results and gradients over layouts and splits; leaves the model as it was.
+def check(
+    model: nn.Module, layouts: Iterable[str] | None = None, lengths: Iterable[int] = LENGTHS, gradients: bool = True
+) -> list[Check]:
+    """Compares a model's results and gradients over layouts and splits; leaves the model as it was.
 
-    The model is in eval mode meanwhile. Its `.grad` and its modes are put back. Raises ValueError where it has no
-    embedding of token ids.
+    layouts: names of LAYOUTS, all by default. lengths: tokens of each sequence, the longest more than 36. gradients:
+    whether to compare these too. The model is in eval mode meanwhile. Its `.grad` and its modes are put back. Raises
+    ValueError where it has no embedding of token ids.
     """
     embedding = token_embedding(model)
     device, g = embedding.weight.device, torch.Generator().manual_seed(0)
-    ids = [torch.randint(1, embedding.num_embeddings, (n,), generator=g).to(device) for n in LENGTHS]
+    ids = [torch.randint(1, embedding.num_embeddings, (n,), generator=g).to(device) for n in lengths]
     with as_it_was(model):
-        return [*_forward(model, ids), *_gradients(model, ids)]
+        names = [*LAYOUTS] if layouts is None else [*layouts]
+        found = _forward(model, ids, names)
+        return found + (_gradients(model, ids, "padded left" in names) if gradients else [])
+
+
+def _inner(model: nn.Module) -> PreTrainedModel | None:
+    return next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
 
 
 def token_embedding(model: nn.Module) -> nn.Embedding:
     """Returns the embedding of a model's token ids. Raises ValueError where it has none."""
-    inner = next((m for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+    inner = _inner(model)
     embedding = inner.get_input_embeddings() if inner is not None else None
     if not isinstance(embedding, nn.Embedding):
         raise ValueError(f"apply: check is True for a {type(model).__name__}, expected a model that embeds token ids")
@@ -86,62 +96,76 @@ def padded(ids: list[Tensor], left: bool) -> tuple[dict[str, Tensor], list[slice
     return {"input_ids": rows, "attention_mask": mask, "position_ids": positions}, at
 
 
+def _takes(model: nn.Module, name: str) -> bool:
+    known = inspect.signature(model.forward).parameters
+    return name in known or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
+
+
 def results(model: nn.Module, **given) -> tuple[Tensor, object]:
     """Returns (a result a token or a sequence, the cache) of a call, of whose arguments the model takes some."""
     given["return_dict"] = True
-    known = inspect.signature(model.forward).parameters
-    anything = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
-    out = model(**{k: v for k, v in given.items() if anything or k in known})
+    out = model(**{k: v for k, v in given.items() if _takes(model, k)})
     result = next((t for t in (out.get("logits"), out.get("last_hidden_state")) if t is not None), None)
     return next(tensors(out)) if result is None else result, out.get("past_key_values")
 
 
-def _by_sequence(model: nn.Module, ids: list[Tensor], left: bool) -> list[Tensor]:
+def by_sequence(model: nn.Module, ids: list[Tensor], left: bool) -> list[Tensor]:
     given, at = padded(ids, left)
     y, _ = results(model, **given, use_cache=False)
     return [row[where] if y.dim() == 3 else row for row, where in zip(y, at)]
 
 
-def _decoded(model: nn.Module, ids: list[Tensor]) -> list[Tensor]:
-    """Returns the results of the sequences' last tokens, decoded one by one in a left-padded batch; none without a
+def _packed(model: nn.Module, ids: list[Tensor]) -> list[Tensor]:
+    """Returns the results of the sequences in one row, whose positions restart; none where it takes none."""
+    if "position_ids" not in inspect.signature(_inner(model).forward).parameters:
+        return []
+    positions = torch.cat([torch.arange(len(s), device=s.device) for s in ids])
+    y, _ = results(model, input_ids=torch.cat(ids)[None], position_ids=positions[None], use_cache=False)
+    return list(y[0].split([len(s) for s in ids]))
+
+
+def _in_parts(model: nn.Module, ids: list[Tensor], cuts: tuple[int, ...]) -> list[Tensor]:
+    """Returns the results of a left-padded batch, which a cache is given in parts that end at `cuts`; none without a
     cache."""
-    given, _ = padded(ids, left=True)
-    width, cache = given["input_ids"].shape[1], None
-    parts = []
-    for first, last in [(0, width - NEW), *((i, i + 1) for i in range(width - NEW, width))]:
+    given, at = padded(ids, left=True)
+    cache, parts = None, []
+    for first, last in zip((0, *cuts), (*cuts, max(map(len, ids)))):
         part = {k: v[:, first:last] for k, v in given.items()} | {"attention_mask": given["attention_mask"][:, :last]}
         y, cache = results(model, **part, past_key_values=cache, use_cache=True)
         if cache is None:
             return []
         parts.append(y)
-    return list(torch.cat(parts[1:], 1))
+    return [row[where] for row, where in zip(torch.cat(parts, 1), at)]
+
+
+LAYOUTS: dict[str, Callable[[nn.Module, list[Tensor]], list[Tensor]]] = {  # each against every sequence alone
+    "padded right": lambda model, ids: by_sequence(model, ids, left=False),
+    "padded left": lambda model, ids: by_sequence(model, ids, left=True),
+    "packed": _packed,
+    "in chunks": lambda model, ids: _in_parts(model, ids, CHUNKS),
+    "decoded": lambda model, ids: _in_parts(model, ids, tuple(range(max(map(len, ids)) - NEW, max(map(len, ids))))),
+}
 
 
 @torch.no_grad()
-def _forward(model: nn.Module, ids: list[Tensor]) -> list[Check]:
-    made: dict[str, Callable] = {
-        "padded right": lambda: _by_sequence(model, ids, left=False),
-        "padded left": lambda: _by_sequence(model, ids, left=True),
-        "decoded": lambda: _decoded(model, ids),
-    }
+def _forward(model: nn.Module, ids: list[Tensor], layouts: Iterable[str]) -> list[Check]:
     try:
-        alone = [_by_sequence(model, [s], left=False)[0] for s in ids]
+        alone = [by_sequence(model, [s], left=False)[0] for s in ids]
     except Exception as error:
-        return [Check("alone", False, error=_sentence(error))]
-    if alone[0].dim() == 1:  # a result a sequence
-        del made["decoded"]
+        return [Check("alone", False, error=sentence(error))]
     found = []
-    for name, make in made.items():
-        expected = [y[-NEW:] for y in alone] if name == "decoded" else alone
+    for name in layouts:
+        if alone[0].dim() == 1 and not name.startswith("padded"):  # a result a sequence
+            continue
         try:
-            if results := make():
-                found.append(_compare(f"{name} against alone", dict(enumerate(results)), dict(enumerate(expected))))
+            if computed := LAYOUTS[name](model, ids):
+                found.append(compare(f"{name} against alone", dict(enumerate(computed)), dict(enumerate(alone))))
         except Exception as error:
-            found.append(Check(name, False, error=_sentence(error)))
+            found.append(Check(name, False, error=sentence(error)))
     return found
 
 
-def _step(model: nn.Module, calls: list[list[int]], ids: list[Tensor]) -> dict[str, Tensor]:
+def _step(model: nn.Module, calls: list[list[int]], ids: list[Tensor], left: bool) -> dict[str, Tensor]:
     """Returns every gradient of a step of several micro-batches, on the CPU: a fold's in fp32, any other as it is."""
     for p in model.parameters():
         forget(p)
@@ -150,7 +174,7 @@ def _step(model: nn.Module, calls: list[list[int]], ids: list[Tensor]) -> dict[s
     weights: list[Tensor] = []  # of each sequence's results, the same in every micro-batch
     for call in calls:
         with torch.enable_grad():
-            results = _by_sequence(model, [ids[i] for i in call], left=True)
+            results = by_sequence(model, [ids[i] for i in call], left)
             while len(weights) <= max(call):
                 weights.append(torch.randn(results[call.index(len(weights))].shape, generator=g))
             sum((y.float() * weights[i].to(y.device)).sum() for i, y in zip(call, results)).backward()
@@ -162,18 +186,18 @@ def _step(model: nn.Module, calls: list[list[int]], ids: list[Tensor]) -> dict[s
     return found
 
 
-def _gradients(model: nn.Module, ids: list[Tensor]) -> list[Check]:
+def _gradients(model: nn.Module, ids: list[Tensor], left: bool) -> list[Check]:
     if not any(p.requires_grad for p in model.parameters()):
         return []
     name, every = "one micro-batch against one a sequence", range(len(ids))
     try:
-        whole = _step(model, [list(every)], ids)
-        return [_compare(name, _step(model, [[i] for i in every], ids), whole, gradient=True)]
+        whole = _step(model, [list(every)], ids, left)
+        return [compare(name, _step(model, [[i] for i in every], ids, left), whole, gradient=True)]
     except Exception as error:
-        return [Check(name, True, error=_sentence(error))]
+        return [Check(name, True, error=sentence(error))]
 
 
-def _compare(name: str, found: dict, expected: dict, gradient: bool = False) -> Check:
+def compare(name: str, found: dict, expected: dict, gradient: bool = False) -> Check:
     differ = {k: _differing(t, found[k]) if k in found else t.numel() for k, t in expected.items()}
     where = next((k.rpartition(".")[0] for k, n in differ.items() if n), "") if gradient else ""
     return Check(name, gradient, sum(differ.values()), sum(t.numel() for t in expected.values()), where)
@@ -184,6 +208,6 @@ def _differing(a: Tensor, b: Tensor) -> int:
     return int((a != b).sum())
 
 
-def _sentence(error: Exception) -> str:
+def sentence(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
     return f"raised {type(error).__name__}: {lines[0]}"[:200]

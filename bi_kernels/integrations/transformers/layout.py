@@ -1,6 +1,7 @@
 """Reads where the sequences of a model's call lie, once a call, from its mask, its positions or its cu_seqlens."""
 
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from contextlib import ContextDecorator, nullcontext
 from contextvars import ContextVar
@@ -84,19 +85,20 @@ class Call(ContextDecorator):
             following[(at < begin) | (at + 1 >= end)] = ignored
         return following
 
-    def sequences(self, stored: int, stride: int, device: torch.device) -> Sequences:
-        """Returns attention's sequences, for `stored` keys a row, rows `stride` apart."""
-        if (stored, stride) not in self._known:
+    def sequences(self, stored: int, stride: int, device: torch.device, chunk: int = 1) -> Sequences:
+        """Returns attention's sequences, for `stored` keys a row, rows `stride` apart, which see chunks of so many."""
+        key = stored, stride, chunk
+        if key not in self._known:
             make = self._packed if self.cu_seqlens is not None else self._rows
-            self._known[stored, stride] = make(stored, stride, device)
-        return self._known[stored, stride]
+            self._known[key] = make(stored, stride, device, chunk)
+        return self._known[key]
 
-    def _packed(self, stored: int, stride: int, device: torch.device) -> Sequences:
+    def _packed(self, stored: int, stride: int, device: torch.device, chunk: int) -> Sequences:
         ends = self.cu_seqlens.to(device, torch.int32)
         first, lengths = ends[:-1].contiguous(), ends.diff()
         return Sequences(first, lengths, first, lengths, None, 0, self.batch * self.length, True, True)
 
-    def _rows(self, stored: int, stride: int, device: torch.device) -> Sequences:
+    def _rows(self, stored: int, stride: int, device: torch.device, chunk: int) -> Sequences:
         """A cache holds the last `stored` tokens of a row, or has room for so many if it is static."""
         row = torch.arange(self.batch, dtype=torch.int32, device=device)
         total = self.past + self.length
@@ -109,20 +111,28 @@ class Call(ContextDecorator):
         full = self.spans is None
         where = [t.to(torch.int32) for t in (row * self.length + first_q, length_q, row * stride + kept, length_k)]
         if gone:
-            return trimmed(*where, (gone - begin).clamp(min=0), stored, full)
+            return trimmed(*where, (gone - begin).clamp(min=0), stored, full, chunk)
         return Sequences(*where, None, 0, stored, full, full and total == stored)
 
 
 def trimmed(
-    first_q: Tensor, length_q: Tensor, first_k: Tensor, length_k: Tensor, dropped: Tensor, most: int, full_q: bool
+    first_q: Tensor,
+    length_q: Tensor,
+    first_k: Tensor,
+    length_k: Tensor,
+    dropped: Tensor,
+    most: int,
+    full_q: bool,
+    chunk: int = 1,
 ) -> Sequences:
     """Returns sequences, as pages of one key, for a window's cache that keeps only the last keys.
 
-    The fold over keys is anchored at absolute positions, so `dropped` keys count, except whole splits; the window hides
-    them.
+    The fold over keys is anchored at absolute positions, so `dropped` keys count, except whole splits and chunks; the
+    window, or the chunk, hides them.
     """
-    shift = dropped % SCHEDULE.split
-    at = torch.arange(SCHEDULE.split - 1 + most, dtype=torch.int32, device=first_k.device)
+    whole = math.lcm(SCHEDULE.split, chunk)
+    shift = dropped % whole
+    at = torch.arange(whole - 1 + most, dtype=torch.int32, device=first_k.device)
     last = (length_k - 1).clamp(min=0)[:, None]
     pages = first_k[:, None] + torch.minimum((at - shift[:, None]).clamp(min=0), last)
     length_k = (length_k + shift).to(torch.int32)

@@ -56,8 +56,9 @@ class Arguments(NamedTuple):
 
 @once
 def _checked(*args) -> tuple[float, int, int, float, bool]:
-    """Checks what can be, but for values. Returns the scale, the window, the chunk, the cap, and whether tokens and heads are exchanged by
-    all appearances: a batch has more heads than models have, or more queries than keys, which are key heads then."""
+    """Checks what can be, but for values. Returns the scale, the window, the chunk, the cap, and whether tokens and
+    heads are exchanged by all appearances: a batch has more heads than models have, or more queries than keys, which
+    are key heads then."""
     q, k, v, cu_seqlens_q, cu_seqlens_k, lengths_q, lengths_k, left_padded, block_table, *constants = args
     causal, scale, window, sinks, chunk, soft_cap = constants
     op = "attention"

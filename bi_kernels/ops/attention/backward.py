@@ -79,7 +79,13 @@ def attention_backward(
             *inputs, *grads, *where, count, num_warps=tiling.warps, num_stages=tiling.stages, **blocks, **named
         )
 
-    wide = schedule.fp32 if q.dtype == torch.float32 else schedule.wide_backward if max(shape["D"], shape["DV"]) > 128 else None
+    wide = (
+        schedule.fp32
+        if q.dtype == torch.float32
+        else schedule.wide_backward
+        if max(shape["D"], shape["DV"]) > 128
+        else None
+    )
     keys, queries = wide or schedule.keys, wide or schedule.queries
     hopper = schedule.hopper and not (window or chunk) and fits_hopper(q, k, v) and d_out.data_ptr() % 16 == 0
     told = where, causal, log2_scale, scale

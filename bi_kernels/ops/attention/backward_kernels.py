@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from bi_kernels.launch import jit
-from bi_kernels.ops.attention.schedule import capped, last_hidden, seen, sequence_of
+from bi_kernels.ops.attention.schedule import capped, seen, sequence_of
 from bi_kernels.ops.fold import add_rows
 
 
@@ -389,9 +389,7 @@ def queries_backward_kernel(
 
 
 @jit(do_not_specialize=["tokens"])
-def sinks_backward_kernel(
-    lse, delta, sinks, slots, partial, tokens, heads, SLAB: tl.constexpr, BLOCK: tl.constexpr
-):
+def sinks_backward_kernel(lse, delta, sinks, slots, partial, tokens, heads, SLAB: tl.constexpr, BLOCK: tl.constexpr):
     """Computes −Σ p delta over the tokens of a slab, from the first, with p = exp(sink − lse) of each head."""
     slab = tl.program_id(0)
     token, head = slab * SLAB + tl.arange(0, SLAB), tl.arange(0, BLOCK)

@@ -38,6 +38,7 @@ class SplitDecode:
         longest: int,
         schedule: Schedule,
         told: dict,
+        sinks: bool,
     ):
         """rows: of all queries of a key head; told: what `attention_kernel` is."""
         apart, count, heads, split = schedule.apart, told["sequences"], told["HEADS"], schedule.split
@@ -63,7 +64,7 @@ class SplitDecode:
         changing = {"pages_stride", "last_page", "sequences", "rows_total", "room", "width_q", "width_k", "window"}
         kind = {n: v for n, v in told.items() if n not in changing} | {"packed": told["width_q"] is None}
         kind["padded"] = told["width_k"] is not None
-        self._loaded = _loaded(device, dtype, integers, schedule, *kind.items())
+        self._loaded = _loaded(device, dtype, integers, schedule, sinks, *kind.items())
 
     def should_use(self, *given: Tensor | None) -> bool:
         """Returns whether to compute in steps now: while a CUDA graph is captured; and once before, since a capture

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from bi_kernels.launch import jit
 from bi_kernels.ops.attention.forward_kernels import _block_at, _block_rows, _store_result
-from bi_kernels.ops.attention.schedule import capped, first_row, last_hidden, length_of, sequence_of
+from bi_kernels.ops.attention.schedule import capped, first_row, length_of, sequence_of
 
 
 @triton.jit
@@ -56,9 +56,11 @@ def _keys_of(
     if CAUSAL:
         last = tl.minimum(tile * TILE + TILE - 1, queries * GROUP - 1) // GROUP + length - queries
         end = tl.minimum(end, last + 1)
-    if WINDOW:
-        first = tile * TILE // GROUP + length - queries
-        begin = tl.maximum(last_hidden(first, window, WINDOW) + 1, 0) // BLOCK * BLOCK
+    if WINDOW == 2:
+        first = tl.maximum(tile * TILE // GROUP + length - queries, 0)
+        begin = first // window * window // BLOCK * BLOCK
+    elif WINDOW:
+        begin = tl.maximum(tile * TILE // GROUP + length - queries - window + 1, 0) // BLOCK * BLOCK
     return begin, end
 
 
@@ -180,8 +182,10 @@ def weights_kernel(
             visible = key < hi
             if CAUSAL:
                 visible &= key <= position
-            if WINDOW:
-                visible &= key > last_hidden(position, window, WINDOW)
+            if WINDOW == 2:
+                visible &= key >= position // window * window
+            elif WINDOW:
+                visible &= key > position - window
             s = tl.load(scores + at * room + key, mask=visible, other=0.0)
             # a product of zeros: it lays the scores out as those of `attention_kernel`, and so orders the sum of p
             kind: tl.constexpr = weights.dtype.element_ty
@@ -302,5 +306,5 @@ def values_kernel(
             tl.store(parts + part[:, None] * wide + d[None, :], acc, mask=inside[:, None] & there)
     else:
         m = tl.load(parts + part, mask=inside, other=-float("inf"))
-        first, whole = inside & (slice == 0), inside[:, None] & there
-        _store_result(out, lse, sinks, at, m, l, acc, scale, first, d, wide, whole, HEADS * GROUP)
+        whole = inside[:, None] & there
+        _store_result(out, lse, sinks, at, m, l, acc, scale, inside, d, wide, whole, HEADS * GROUP, slice == 0)

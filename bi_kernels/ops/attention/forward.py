@@ -124,7 +124,7 @@ def _plan(
 
     steps = None
     if not (fp32 or prefill) and partial == many and fits_apart(device, total, count, heads, longest, schedule):
-        steps = SplitDecode(device, dtype, integers, total, longest, schedule, told)
+        steps = SplitDecode(device, dtype, integers, total, longest, schedule, told, sinks)
     grid = (triton.cdiv(total * heads, schedule.merge_rows),)
     how = {"ROWS": schedule.merge_rows, "D": shape["DV"], "num_warps": 4, "enable_fp_fusion": False}
     how["HEADS"] = shape_q[-2] if sinks else 1

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from bi_kernels.launch import jit
-from bi_kernels.ops.attention.schedule import capped, first_row, last_hidden, length_of, seen, sequence_of
+from bi_kernels.ops.attention.schedule import capped, first_row, length_of, seen, sequence_of
 
 
 @triton.jit
@@ -122,7 +122,7 @@ def _with_sink(m, l, acc, scale, sink):
 
 
 @triton.jit
-def _store_result(out, lse, sinks, at, m, l, acc, scale, rows, d, width, inside, HEADS: tl.constexpr):
+def _store_result(out, lse, sinks, at, m, l, acc, scale, rows, d, width, inside, HEADS: tl.constexpr, stores_lse=True):
     """Stores the normalised output and the natural logarithm of the sum; 0 and −inf for a query that saw no key."""
     none = (l == 0.0) & (m == -float("inf"))
     if sinks is not None:
@@ -130,7 +130,8 @@ def _store_result(out, lse, sinks, at, m, l, acc, scale, rows, d, width, inside,
         scale = 1.0
     y = (acc + 0.0) / tl.where(none, 1.0, l)[:, None]
     tl.store(out + at[:, None] * width + d[None, :], y.to(out.dtype.element_ty), mask=inside)
-    tl.store(lse + at, tl.where(none, -float("inf"), (m * scale + tl.math.log2(l)) * 0.6931471805599453), mask=rows)
+    log_sum = tl.where(none, -float("inf"), (m * scale + tl.math.log2(l)) * 0.6931471805599453)
+    tl.store(lse + at, log_sum, mask=rows & stores_lse)
 
 
 @jit(do_not_specialize=["sequences", "width_q", "width_k", "window", "rows_total", "pages_stride", "last_page"])
@@ -280,17 +281,7 @@ def attention_kernel(
 
 @jit(do_not_specialize=["rows_total", "splits"])
 def merge_kernel(
-    parts,
-    out,
-    lse,
-    sinks,
-    rows_total,
-    splits,
-    scale,
-    width,
-    HEADS: tl.constexpr,
-    ROWS: tl.constexpr,
-    D: tl.constexpr,
+    parts, out, lse, sinks, rows_total, splits, scale, width, HEADS: tl.constexpr, ROWS: tl.constexpr, D: tl.constexpr
 ):
     """Merges the splits of a query, in ascending order: of each the product with V, then the maxima, then the sums."""
     parts_m = parts + tl.cast(splits, tl.int64) * rows_total * width

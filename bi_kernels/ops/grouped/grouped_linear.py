@@ -9,6 +9,7 @@ from `main_grad` where the parameter has one.
 """
 
 import threading
+import warnings
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from bi_kernels.ops.grouped.groups import Groups, group_by_expert
 from bi_kernels.ops.grouped.kernel import clear_rest, launch
 from bi_kernels.ops.grouped.rows import combine, dispatch
 from bi_kernels.scalars import check_flag
-from bi_kernels.tokens import SLAB, gradient_of, layout_for, main_grad
+from bi_kernels.tokens import SLAB, continues_step, gradient_of, layout_for, main_grad
 
 OP = "grouped_linear"
 _agrees: dict[tuple, bool] = {}  # whether torch's program has our bits, by kinds of products
@@ -190,6 +191,12 @@ def grouped_linear(
             return None, None, *buffers
         if groups is not None and groups.slot_offsets is not None:
             return groups.slots, groups.slot_offsets, *buffers
+        if not torch.compiler.is_compiling() and continues_step(*[p for (_, p), t in zip(pairs, trained) if t]):
+            warnings.warn(
+                f"{OP}: another micro-batch without sequences: an expert's rows are taken for one, and gradients "
+                "depend on the split; expected what group_by_expert(expert_ids, experts, layout) returns",
+                stacklevel=3,
+            )
         return *_sequence_of_all(ends, len(x)), *buffers
 
     return _grouped(x, weight, ends, bias, transposed, groups is None, training=training)
@@ -224,6 +231,6 @@ def routed_sum(y: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
             f"{tuple(experts.shape)}, expected (..., k, features), (..., k) and (..., k)"
         )
     k, width = y.shape[-2:]
-    rank = experts.reshape(-1, k).argsort(-1, stable=True).argsort(-1)
+    rank = experts.reshape(-1, k).argsort(dim=-1, stable=True).argsort(dim=-1)
     groups = group_by_expert(rank, k)
     return combine(dispatch(y.reshape(-1, k, width), groups), weights.reshape(-1, k), groups).view(*y.shape[:-2], width)

@@ -183,7 +183,7 @@ def _combine_backward(ctx, dout):
     if weights is None:
         return _dispatch_op.raw(dout, rows, source, rows.shape[1]), None, None, None
     dy = torch.empty_like(y, memory_format=torch.contiguous_format) if ctx.needs_input_grad[0] else None
-    dweights = torch.zeros_like(weights) if ctx.needs_input_grad[1] else None
+    dweights = weights.new_zeros(weights.shape) if ctx.needs_input_grad[1] else None
     _combine_gradients(dout, y.contiguous(), weights.contiguous(), source, dy, dweights, rows.shape[1])
     return dy, dweights, None, None
 

@@ -114,7 +114,8 @@ def scores(qt, ks, i, S: gl.constexpr):
 def capped(s, steep):
     """Returns what `schedule.capped` does; without a cap, None, s itself."""
     if steep is not None:
-        s = 1.0 - 2.0 / (1.0 + gl.exp2(s * steep))
+        y = 1.0 + gl.exp2(s * steep)
+        s = gl.fma(gl.rsqrt(y * y), -2.0, 1.0)
     return s
 
 

@@ -89,18 +89,7 @@ def _last(last, before, vs, bars, state, length, WIDE: gl.constexpr):
 
 @gluon.jit
 def _blocks(
-    i,
-    last,
-    s,
-    extent,
-    tiles,
-    bars,
-    bound,
-    scale,
-    steep,
-    WIDE: gl.constexpr,
-    S: gl.constexpr,
-    PAIRED: gl.constexpr,
+    i, last, s, extent, tiles, bars, bound, scale, steep, WIDE: gl.constexpr, S: gl.constexpr, PAIRED: gl.constexpr
 ):
     """Computes blocks i to `last` of a split from the scores of the first one; returns (m, l, acc), to which the last
     product is still added."""

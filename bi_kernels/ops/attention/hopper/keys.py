@@ -247,8 +247,14 @@ def _hopper_keys_kernel(
     gl.warp_specialize(
         [
             (_produce, (copied, lse, delta, tiles, ring, free, k_full, where, GROUP, HEADS, COUNT, CAUSAL, PAUSE)),
-            (_consume, (results, tiles, ring, free, k_full, where, scale, steep, factor, GROUP, HEADS, COUNT, CAUSAL, 0)),
-            (_consume, (results, tiles, ring, free, k_full, where, scale, steep, factor, GROUP, HEADS, COUNT, CAUSAL, 1)),
+            (
+                _consume,
+                (results, tiles, ring, free, k_full, where, scale, steep, factor, GROUP, HEADS, COUNT, CAUSAL, 0),
+            ),
+            (
+                _consume,
+                (results, tiles, ring, free, k_full, where, scale, steep, factor, GROUP, HEADS, COUNT, CAUSAL, 1),
+            ),
         ],
         [4, 4],
         [REGISTERS, REGISTERS],
@@ -256,12 +262,26 @@ def _hopper_keys_kernel(
 
 
 def keys_backward(
-    q, k, v, d_out, lse, delta, dk, dv, where, causal: bool, scale: float, factor: float, tiles: int, room: int, steep=None
+    q,
+    k,
+    v,
+    d_out,
+    lse,
+    delta,
+    dk,
+    dv,
+    where,
+    causal: bool,
+    scale: float,
+    factor: float,
+    tiles: int,
+    room: int,
+    steep=None,
 ) -> None:
     """Computes dk and dv of k and v (rows, heads, D), D 64 or 128, 16-bit; q and d_out (tokens, heads, D), contiguous.
 
-    lse, delta: (tokens, heads); where: first_q, length_q, first_k, length_k; scale: times log2(e); factor: of dk; steep: of a cap, or None;
-    tiles: at least as many of 128 keys as there are; room: for the sequences, a power of two.
+    lse, delta: (tokens, heads); where: first_q, length_q, first_k, length_k; scale: times log2(e); factor: of dk;
+    steep: of a cap, or None; tiles: at least as many of 128 keys as there are; room: for the sequences, a power of two.
     """
     heads, descriptors = k.shape[1], [descriptor(t) for t in (q, d_out, k, v)]
     given = *descriptors, lse, delta, dk, dv, *where, len(where[0]), scale, steep, factor

@@ -235,8 +235,9 @@ def queries_backward(
 ) -> None:
     """Computes dq of q (tokens, heads, D), D 64 or 128, 16-bit, contiguous as d_out; k and v (rows, heads, D).
 
-    lse, delta: (tokens, heads); where: first_q, length_q, first_k, length_k; scale: times log2(e); factor: of dq; steep: of a cap, or None;
-    tiles: at least as many of 128 rows of a key head's group as there are; room: for the sequences, a power of two.
+    lse, delta: (tokens, heads); where: first_q, length_q, first_k, length_k; scale: times log2(e); factor: of dq;
+    steep: of a cap, or None; tiles: at least as many of 128 rows of a key head's group as there are; room: for the
+    sequences, a power of two.
     """
     heads = k.shape[1]
     table = order(where, tiles, room, q.shape[1] // heads, heads, 2 * ROWS, BLOCK, causal)

@@ -1,0 +1,186 @@
+"""`batch_invariant_mode`: models of other libraries keep their bits, and nothing is left behind."""
+
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bi_kernels import MainGrads, TokenLayout, batch_invariant_mode
+
+ROWS, WIDTH = 7, 48
+NEAR = 2.0**-7  # of bf16
+
+
+class Gpt(nn.Module):
+    """A decoder in the style of a short training script: functions of PyTorch, and parameters used as they are."""
+
+    def __init__(self, vocabulary: int = 64, width: int = WIDTH, heads: int = 3, layers: int = 2):
+        super().__init__()
+        self.heads, self.embedding = heads, nn.Embedding(vocabulary, width)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        made = lambda *shape: nn.Parameter(torch.randn(*shape) / shape[-1] ** 0.5)
+        self.qkv = nn.ParameterList(made(3 * width, width) for _ in range(layers))
+        self.out = nn.ParameterList(made(width, width) for _ in range(layers))
+        self.up = nn.ParameterList(made(2 * width, width) for _ in range(layers))
+        self.down = nn.ParameterList(made(width, 2 * width) for _ in range(layers))
+        self.steps = nn.ParameterList(nn.Parameter(torch.randn(())) for _ in range(layers))
+        self.scale = nn.ParameterList(nn.Parameter(torch.randn(width)) for _ in range(layers))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Returns logits (batch, length, vocabulary)."""
+        x = F.rms_norm(self.embedding(ids), (WIDTH,))
+        for qkv, out, up, down, step, scale in zip(
+            self.qkv, self.out, self.up, self.down, self.steps, self.scale, strict=True
+        ):
+            q, k, v = F.linear(x * (1 + scale), qkv).unflatten(-1, (3, self.heads, -1)).unbind(2)
+            q, k = (F.normalize(t, dim=-1) for t in (q, k))
+            y = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True)
+            x = x + y.transpose(1, 2).flatten(2) @ out.T
+            x = x + step * (F.relu(x @ up.T).square() @ down.T)
+        return 15 * torch.tanh(self.head(x) / 15)
+
+
+class Vit(nn.Module):
+    """A vision transformer as libraries write it: patches, a class token, learned places, LayerNorm, GELU."""
+
+    def __init__(self, width: int = WIDTH, heads: int = 3):
+        super().__init__()
+        self.heads, self.patches = heads, nn.Conv2d(3, width, 4, 4)
+        self.token, self.places = (nn.Parameter(torch.randn(1, n, width)) for n in (1, 10))
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.gamma, self.head = nn.Parameter(torch.randn(width)), nn.Linear(width, 5)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Returns logits (images, classes)."""
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.places
+        q, k, v = self.qkv(self.norms[0](x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.gamma * self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        x = x + self.down(F.gelu(self.up(self.norms[1](x))))
+        return self.head(self.norms[2](x).mean(1))
+
+
+MODELS = {
+    "gpt": (Gpt, lambda g: torch.randint(0, 64, (ROWS, 19), generator=g)),
+    "vit": (Vit, lambda g: torch.randn(ROWS, 3, 12, 12, generator=g)),
+}
+
+
+def is_near(found: Tensor, expected: Tensor) -> bool:
+    """Tells whether PyTorch's result is the same but for rounding."""
+    found, expected = found.double(), expected.double()
+    return bool((found - expected).norm() <= NEAR * expected.norm())
+
+
+def step(model: nn.Module, inputs: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns results and gradients of a step of micro-batches of `counts` rows."""
+    grads, found = MainGrads(model.parameters()), []
+    for rows in inputs.split(counts):
+        with TokenLayout.packed(range(len(rows) + 1)), batch_invariant_mode(strict=True):  # a row is a sequence
+            y = model(rows)
+            found.append(y.detach())
+            weight = torch.linspace(-1, 1, y.shape[-1])
+            (y * weight).sum().backward()
+    grads.join()
+    gradients = {name: p.main_grad.clone() for name, p in model.named_parameters()}
+    grads.release()
+    return torch.cat(found), gradients
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_of_another_library_keeps_its_bits(name):
+    make, draw = MODELS[name]
+    torch.manual_seed(0)
+    model, inputs = make(), draw(torch.Generator().manual_seed(1))
+    whole, one = step(model, inputs, (ROWS,)), step(model, inputs, (1,) * ROWS)
+    three = step(model, inputs, (2, 3, 2))
+    for found, gradients in (one, three):
+        assert torch.equal(found, whole[0])
+        assert [n for n, g in gradients.items() if not torch.equal(g, whole[1][n])] == []
+    for p in model.parameters():
+        p.grad, p.main_grad = None, None
+    y = model(inputs)
+    (y * torch.linspace(-1, 1, y.shape[-1])).sum().backward()
+    assert is_near(whole[0], y.detach())
+    assert [n for n, p in model.named_parameters() if not is_near(whole[1][n], p.grad)] == []
+
+
+FUNCTIONS = {
+    "mm": lambda x, w: x.mm(w),
+    "addmm": lambda x, w: torch.addmm(w[0], x, w),
+    "matmul": lambda x, w: x[:, None] @ w,
+    "bmm": lambda x, w: torch.bmm(x[:, None], w.expand(len(x), -1, -1)),
+    "softmax": lambda x, w: F.softmax(x, -1),
+    "log_softmax": lambda x, w: x.log_softmax(-1),
+    "mean": lambda x, w: x.mean(-1, keepdim=True),
+    "mean of two": lambda x, w: x.unflatten(-1, (6, 8)).mean((1, 2)),
+    "sum": lambda x, w: x.sum(1),
+    "layer_norm": lambda x, w: F.layer_norm(x, (WIDTH,), w[0], w[1]),
+    "rms_norm": lambda x, w: F.rms_norm(x, (WIDTH,), w[0]),
+    "topk": lambda x, w: x.round().topk(5).indices,
+    "norm": lambda x, w: torch.linalg.vector_norm(x, dim=-1),
+    "cross_entropy": lambda x, w: F.cross_entropy(x, x.argmax(-1), reduction="none"),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_row_has_its_bits_whatever_the_batch(name, dtype):
+    g = torch.Generator().manual_seed(2)
+    x, w = (torch.randn(*shape, generator=g).to(dtype) for shape in ((33, WIDTH), (WIDTH, WIDTH)))
+    call = FUNCTIONS[name]
+    with batch_invariant_mode(strict=True) as mode:
+        whole = call(x, w)
+        alone = [call(x[i : i + 1], w) for i in range(len(x))]
+    assert torch.equal(torch.cat(alone), whole) and mode.routed
+    if whole.is_floating_point():
+        assert is_near(whole, call(x, w))
+
+
+def test_ties_are_broken_by_index():
+    with batch_invariant_mode():
+        at = torch.tensor([[1.0, 3.0, 3.0, 3.0, 2.0]]).topk(2).indices
+    assert at.tolist() == [[1, 2]]
+
+
+def test_what_has_no_form_is_named_or_refused():
+    x = torch.randn(3, 4)
+    with batch_invariant_mode() as mode:
+        x.cumsum(0)
+    assert "cumsum" in mode.report() and mode.unknown
+    with pytest.raises(ValueError, match="cumsum"), batch_invariant_mode(strict=True):
+        x.cumsum(0)
+
+
+def test_the_mode_leaves_nothing_behind():
+    x, seen = torch.randn(5, 4), []
+    with pytest.raises(KeyError), batch_invariant_mode() as mode:
+        raise KeyError
+    with batch_invariant_mode() as mode:
+        thread = threading.Thread(target=lambda: seen.append(x.mean(-1)))
+        thread.start()
+        thread.join()
+        assert not mode.routed, "another thread has no mode"
+    x.mean(-1)
+    assert not mode.routed
+
+
+def test_a_layout_says_where_padding_is():
+    torch.manual_seed(0)
+    model, g = Gpt(layers=1), torch.Generator().manual_seed(3)
+    ids, lengths, found = torch.randint(0, 64, (3, 12), generator=g), [12, 4, 7], []
+    for calls in ([[0, 1, 2]], [[0], [1], [2]]):
+        grads = MainGrads(model.parameters())
+        for rows in calls:
+            width = max(lengths[i] for i in rows)
+            with TokenLayout.padded([lengths[i] for i in rows], width), batch_invariant_mode(strict=True):
+                y = model(ids[rows, :width])
+                sum(y[j, : lengths[i]].square().sum() for j, i in enumerate(rows)).backward()
+        grads.join()
+        found.append([p.main_grad.clone() for p in model.parameters()])
+        grads.release()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
