@@ -299,7 +299,9 @@ def repeat_interleave(mode, func, x, repeats, dim=None, **kwargs):
 
 def copied(mode, func, x, /, *args, **kwargs):
     """What may copy an element several times, whose gradients PyTorch adds up."""
-    return unknown(mode, func) if x.requires_grad and torch.is_grad_enabled() else NotImplemented
+    if x.requires_grad and torch.is_grad_enabled():
+        mode.meets_unknown(f"the gradient of {func.__name__}")
+    return NotImplemented
 
 
 def dropout(mode, func, x, p=0.5, training=True, inplace=False):
