@@ -16,6 +16,7 @@ from torch import Tensor
 
 from bi_kernels.checks import can_wait, check, check_shape, is_hopper, once
 from bi_kernels.compat import is_recorded
+from bi_kernels.contract import check_dtype
 from bi_kernels.op import Op
 from bi_kernels.ops.gemm.hopper_cublaslt import OFF
 from bi_kernels.ops.grouped.fold import fold_weight
@@ -210,6 +211,7 @@ def routed_linear(x: Tensor, experts: Tensor, weight: Tensor, bias: Tensor | Non
     the weight trains, gets zeros.
     """
     check("routed_linear", optional=("bias",), x=x, weight=weight, bias=bias)
+    check("routed_linear", same_dtype=False, x=x, experts=experts)
     if weight.dim() != 3 or x.dim() < 1 or experts.shape != x.shape[:-1]:
         raise ValueError(
             f"routed_linear: x has shape {tuple(x.shape)}, experts {tuple(experts.shape)} and weight "
@@ -225,6 +227,9 @@ def routed_linear(x: Tensor, experts: Tensor, weight: Tensor, bias: Tensor | Non
 def routed_sum(y: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
     """Σ_j weights[t, j] · y[t, j] of each token in ascending experts[t, j]: y (..., k, features), weights and experts
     (..., k); (..., features) in y's dtype. Equal experts are added in the order of j."""
+    check("routed_sum", y=y)
+    check("routed_sum", same_dtype=False, y=y, weights=weights, experts=experts)
+    check_dtype("routed_sum", "weights", weights)
     if y.dim() < 2 or experts.shape != y.shape[:-1] or weights.shape != y.shape[:-1]:
         raise ValueError(
             f"routed_sum: y has shape {tuple(y.shape)}, weights {tuple(weights.shape)} and experts "
