@@ -142,7 +142,8 @@ def _attention(d: Draw) -> dict:
         if kind == "lengths":
             given |= {"lengths_k": d.ids((count,), most + 1)} | d.some(lengths_q=d.ids((count,), new + 1))
             given |= d.some(left_padded=True)
-    return given | d.choice(({}, {}, {"causal": False}, {"window": 2})) | d.some(scale=0.5)
+    spans = d.choice(({}, {}, {"causal": False}, {"window": 2}, {"chunk": 2}))
+    return given | spans | d.some(scale=0.5, soft_cap=2.0, sinks=d.t(heads))
 
 
 def _integers(d: Draw, values: list[int]):

@@ -216,9 +216,10 @@ for (width, group, causal, many), late in zip({cases}, (0, 1000)):
         where, fp32 = [torch.zeros(3, dtype=torch.int32)] * 4, torch.zeros(300, 2 * group)
         forward = q, k, k, q, fp32, where, causal, 0.1, 4096, many, 9, 16
         told, common.PAUSE = (where, causal, 0.1, 0.1, 9, 16), late
-        keys_backward(q, k, k, q, fp32, fp32, k, k, *told)
-        queries_backward(q, k, k, q, fp32, fp32, q, *told)
-        prefill(*forward)
+        steep, sinks = (0.1, q[0, :, 0].contiguous()) if late else (None, None)  # of a cap
+        keys_backward(q, k, k, q, fp32, fp32, k, k, *told, steep)
+        queries_backward(q, k, k, q, fp32, fp32, q, *told, steep)
+        prefill(*forward, sinks, steep)
         if late:
             common.PAUSE = 0
             without_wait().prefill(*forward)

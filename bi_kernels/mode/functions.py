@@ -299,7 +299,14 @@ def repeat_interleave(mode, func, x, repeats, dim=None, **kwargs):
 
 def copied(mode, func, x, /, *args, **kwargs):
     """What may copy an element several times, whose gradients PyTorch adds up."""
-    return unknown(mode, func) if x.requires_grad and torch.is_grad_enabled() else NotImplemented
+    if x.requires_grad and torch.is_grad_enabled():
+        mode.meets_unknown(f"the gradient of {func.__name__}")
+    return NotImplemented
+
+
+def draws(mode, func, /, *args, **kwargs):
+    """Random numbers, which a model draws by place in the batch."""
+    return unknown(mode, func) if mode.in_trial else NotImplemented
 
 
 def dropout(mode, func, x, p=0.5, training=True, inplace=False):

@@ -67,8 +67,14 @@ def cast(mode: TorchFunctionMode, func: Callable, p: object, /, *args, **kwargs)
     return with_grad(out, p.main_grad)
 
 
+COMPLEX = ("mul", "__mul__", "multiply", "__rmul__")  # whose products a CPU fuses, but not at the end of a tensor
+
+
 def elementwise(mode: TorchFunctionMode, func: Callable, /, *args, **kwargs):
     tensors = [t for t in args if isinstance(t, Tensor)]
+    if func.__name__ in COMPLEX and any(t.dtype == torch.complex64 and t.device.type == "cpu" for t in tensors):
+        double = [t.to(torch.complex128) if isinstance(t, Tensor) and t.is_complex() else t for t in args]
+        return func(*double, **kwargs).to(torch.complex64)
     if len(tensors) < 2:
         return _shifted(mode, func, *args) if tensors and not kwargs else NotImplemented
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):

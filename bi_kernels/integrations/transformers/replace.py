@@ -13,7 +13,7 @@ from bi_kernels.integrations.transformers.classify import SILU, UNKNOWN, classif
 from bi_kernels.integrations.transformers.gradients import BUFFERS, forget
 from bi_kernels.integrations.transformers.norms import recognised
 from bi_kernels.integrations.transformers.report import Report
-from bi_kernels.integrations.transformers.routing import ROUTED, Routed, Trial, stock_logits
+from bi_kernels.integrations.transformers.routing import GRADIENT, ROUTED, Routed, Trial, stock_logits
 from bi_kernels.integrations.transformers.swap import PARTS, Swapped, remember_parts, swapped
 from bi_kernels.parallel.tensor import TensorParallel
 
@@ -77,6 +77,10 @@ def _reported(model: nn.Module, plan: dict[str, tuple[type[Swapped] | None, str]
             report.others[name] = f"{' and '.join(owners[id(p)][:2])} share it"
         else:
             report.folded[name] = "tied" if len(at) > 1 else "fp32 fold"
+    for name, module in named.items() if trial is not None else ():
+        for unknown in trial.unknown.get(module, ()):
+            if unknown.startswith(GRADIENT) and name not in report.left:
+                report.others[name] = f"{unknown.removeprefix(GRADIENT)}: its gradient is PyTorch's"
     return report
 
 
