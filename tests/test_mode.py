@@ -141,6 +141,21 @@ def test_a_row_has_its_bits_whatever_the_batch(name, dtype):
         assert is_near(whole, call(x, w))
 
 
+def test_complex_products_have_their_bits_wherever_they_lie():
+    """A CPU fuses them, but not at the end of a tensor: rotary embeddings of DeepSeek-V2 are such products."""
+    g = torch.Generator().manual_seed(0)
+    a, b, dy = (torch.randn(40, 2, generator=g) for _ in range(3))
+
+    def product(n: int) -> Tensor:
+        x = a[:n].clone().requires_grad_()
+        with batch_invariant_mode():
+            y = torch.view_as_real(torch.view_as_complex(x) * torch.view_as_complex(b[:n]))
+        y.backward(dy[:n])
+        return torch.cat([y.detach(), x.grad], 1)
+
+    assert all(torch.equal(product(n), product(40)[:n]) for n in (1, 3, 5, 7))
+
+
 def test_ties_are_broken_by_index():
     with batch_invariant_mode():
         at = torch.tensor([[1.0, 3.0, 3.0, 3.0, 2.0]]).topk(2).indices
