@@ -7,7 +7,7 @@ import torch
 from test_families import drifting_hook
 
 SAMPLE = ["cohere2", "deepseek_v3", "gemma2", "gpt2", "gpt_oss", "granitemoe", "mamba", "mixtral", "opt", "qwen3_moe"]
-STOCK = {"reformer", "xlnet"}  # stock Transformers raises in bf16
+STOCK = {"reformer", "xlnet"}  # stock Transformers raises, in eval mode and in bf16
 
 
 def families() -> list:
@@ -19,7 +19,7 @@ def families() -> list:
 def test_what_apply_says_is_what_the_bits_say(family):
     row = judge.judge(family)
     if family in STOCK:
-        assert row["why"].startswith("stock Transformers raised RuntimeError")
+        assert row["why"].startswith("stock Transformers raised")
     else:
         assert judge.agree(row), row
 
