@@ -10,13 +10,8 @@ from torch import Tensor, nn
 from bi_kernels.integrations.transformers import apply, restore
 from bi_kernels.integrations.transformers import check as bits
 
-<<<<<<< HEAD
-SAME = 2.0**-10  # of the largest logit: in fp32, a layout that means the same differs by less
-NEW = 6  # tokens that are generated
-=======
 SAME = 1e-3  # of the largest logit: in fp32, a layout that means the same differs by less
 NEW = 3  # tokens that are generated
->>>>>>> w-fam
 LONGER = (3, 97, 31, 1, 64)  # where a family that should drift does not in short sequences
 
 

@@ -1,4 +1,4 @@
-"""What `apply` says of every decoder family of Transformers is what the bits say; ten in the ordinary run, beside those of `test_families.py`."""
+"""What `apply` says of every decoder family is what the bits say; some in the ordinary run, each where marked slow."""
 
 import judge
 import pytest

@@ -304,5 +304,10 @@ def copied(mode, func, x, /, *args, **kwargs):
     return NotImplemented
 
 
+def draws(mode, func, /, *args, **kwargs):
+    """Random numbers, which a model draws by place in the batch."""
+    return unknown(mode, func) if mode.in_trial else NotImplemented
+
+
 def dropout(mode, func, x, p=0.5, training=True, inplace=False):
     return unknown(mode, func) if p and (training or mode.in_trial) else NotImplemented

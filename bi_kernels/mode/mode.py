@@ -83,7 +83,7 @@ logical_or logical_not logical_xor __and__ __or__ __xor__ __invert__ __rand__ __
 bitwise_not isnan isinf isfinite __floordiv__ __rfloordiv__ __mod__ __lshift__ __rshift__ isin cat concat
 concatenate stack hstack vstack tensor_split split_with_sizes movedim moveaxis swapaxes swapdims tile roll flip
 rot90 pad tril triu tril_ triu_ diagonal diag clone detach copy_ fill_ zero_ zeros_like ones_like empty_like
-full_like rand_like new_zeros new_ones new_empty new_full new_tensor zeros ones empty full arange tensor as_tensor
+full_like new_zeros new_ones new_empty new_full new_tensor zeros ones empty full arange tensor as_tensor
 linspace scalar_tensor from_numpy any all max min amax amin argmax argmin nonzero one_hot histc bincount
 searchsorted bucketize unique_consecutive count_nonzero cpu cuda int long bool double numpy item tolist __len__
 __bool__ __int__ __float__ __index__ __contains__ __hash__ __repr__ __format__ __str__ __iter__ size stride dim
@@ -114,6 +114,7 @@ _ROUTES: dict[Callable | None, str] = {
     functions.topk: "topk",
     functions.item: "__getitem__",
     functions.dropout: "dropout",
+    functions.draws: "rand randn randint randperm normal bernoulli multinomial rand_like randn_like randint_like",
     functions.exact: "cumsum prod cumprod index_add index_add_ scatter_add scatter_add_",
     functions.repeat: "repeat",
     functions.repeat_interleave: "repeat_interleave",
