@@ -134,6 +134,15 @@ _EVERY = (
         cases=_expert,
         **_LINEAR | {"row": "routed_linear"},
     ),
+    Op(
+        "routed_linear_bias",
+        "gemm",
+        {"x": "K", "experts": "experts:id"},
+        {"weight": "experts, N, K", "bias": "experts, N"},
+        function="routed_linear",
+        cases=_expert,
+        **_LINEAR | {"row": "routed_linear"},
+    ),
     Op("rms_norm", "rms_norm", {"x": "hidden"}, {"weight": "hidden"}, **_NORM),
     Op(
         "qk_norm",
