@@ -9,7 +9,7 @@ import importlib
 from bi_kernels.extras import extra
 
 _HOLDS = {
-    "ops.activations": ("silu", "gelu", "swiglu", "geglu", "clamped_swiglu", "soft_cap"),
+    "ops.activations": ("silu", "gelu", "swiglu", "geglu", "clamped_swiglu", "gated", "soft_cap"),
     "ops.elementwise": ("add", "scale", "bias_add", "mask_fill", "cast"),
     "ops.rope": ("rope", "rope_table", "RopeTable", "packed_positions"),
     "ops.gemm.gemm": ("linear", "matmul"),

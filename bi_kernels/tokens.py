@@ -249,12 +249,18 @@ def layout_for(op: str, lead: Sequence[int], trains: bool = True) -> TokenLayout
     return dense(max(sequences, 1), length if sequences else 0, not outer)
 
 
+def continues_step(*parameters: torch.Tensor | None) -> bool:
+    """Tells whether an earlier micro-batch of a step has left a gradient in the main_grad that MainGrads gave one of
+    these."""
+    buffers = [getattr(p, "main_grad", None) for p in parameters]
+    return any(hasattr(b, "of_step") and getattr(b, "zeros_at", None) != (id(b), b._version) for b in buffers)
+
+
 def warn_unlaid_micro_batch(op: str, layout: "TokenLayout", *parameters: torch.Tensor | None) -> None:
     """Warns of a micro-batch that goes on with a step's fold, and whose sequences nobody told."""
     if not isinstance(layout, TokenLayout) or not layout.is_inferred:
         return  # what is computed again may have none
-    buffers = [getattr(p, "main_grad", None) for p in parameters]
-    if any(hasattr(b, "of_step") and getattr(b, "zeros_at", None) != (id(b), b._version) for b in buffers):
+    if continues_step(*parameters):
         warnings.warn(
             f"{op}: another micro-batch of (tokens, features) without a token layout, which is taken for one sequence, "
             "so that gradients depend on the split; expected the forward inside `with TokenLayout.packed(cu_seqlens)`",

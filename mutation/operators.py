@@ -18,8 +18,8 @@ HAND_MADE = "hand-made: "  # how the operator of a mutant from hand_made.toml be
 # which choose tiles or grids, sizes of which are free; or only check; or say what torch.compile traces
 FREE = {
     *("tiles", "cheapest", "part_n", "blocks_of", "grid_of", "max_tiles", "round_up_sequences"),
-    *("_checked", "check_values", "_check_pages", "check_ids"),
-    *("checked_targets", "fits_apart", "_Unset", "_", "_fake", "_fake_log_softmax"),
+    *("_checked", "check_values", "_check_pages", "check_ids", "check_features", "check_row", "check_out_dtype"),
+    *("checked_targets", "fits_apart", "_Unset", "_", "_fake", "_fake_log_softmax", "_fake_sums", "_fake_softmax"),
 }
 LAUNCHED = re.compile(r"num_warps|num_stages|warps|stages|group|persistent|enable_fp_fusion|GROUP_M|FLATTEN|stacklevel")
 STRIDE = re.compile(r"stride|columns|width|heads|cols|half|rows")

@@ -24,7 +24,7 @@ JITFunction.run = noted
 from bi_kernels import checks
 from bi_kernels.audit.static.binary import read, without_gpu
 from bi_kernels.contract import DTYPES
-from bi_kernels.ops import norm
+from bi_kernels.ops import layer_norm, norm
 from bi_kernels.ops.attention import decode, forward
 from bi_kernels.ops.attention.arguments import arguments
 from bi_kernels.ops.attention.backward import attention_backward
@@ -34,6 +34,7 @@ from bi_kernels.ops.attention.schedule import SCHEDULE, using
 from bi_kernels.ops.gemm import hopper
 from bi_kernels.ops.gemm.cost import RINGS, TILES, PipelineConfig
 from bi_kernels.ops.gemm.kernel import launch, tiles
+from bi_kernels.ops.rows import row_sum, softmax
 from bi_kernels.ops.square_sum import block_sums
 from bi_kernels.tokens import TokenLayout
 
@@ -73,7 +74,12 @@ def rows() -> None:
     for dtype in OF:
         for width in (1, 1024, 1025, 4096, 5120, 32768):
             x = torch.zeros(33, width, dtype=dtype)
-            norm.norm_gradient(x, x[0], torch.zeros(33), x, x, layout, 1, x, x[0], False, 0.0)
+            per_row = torch.zeros(33)
+            norm.norm_gradient(x, x[0], per_row, x, x, layout, 1, x, x[0], False, 0.0)
+            layer_norm._gradient(x, x[0], per_row, per_row, x, layout, 1, x, x[0], x[1], False, False)
+        for width in (8, 4096, 5000):
+            x = torch.zeros(2, width, dtype=dtype).requires_grad_()
+            (softmax(x).sum() + row_sum(x).sum()).backward()
     for squared in (True, False):
         block_sums(torch.zeros(5000), squared)
 

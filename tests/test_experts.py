@@ -106,4 +106,4 @@ def test_experts_are_those_of_transformers(family):
         y.square().sum().backward()
         found.append([y, given.grad, *(p.grad for p in module.parameters())])
     for ours, theirs in zip(*found):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+        assert (ours - theirs).abs().max() <= 2.0**-13 * theirs.abs().max()

@@ -52,7 +52,7 @@ def test_an_expert_may_get_no_row_one_or_all_and_rows_of_no_expert_are_zeros(loa
     y.sum().backward()
     assert not x.grad[sum(loads) :].any()
     exact = torch.stack([x.detach().double()[e == i].sum(0).expand(24, -1) for i in range(4)])
-    assert torch.allclose(weight.grad.double(), exact, atol=1e-5)
+    assert (weight.grad.double() - exact).abs().max() <= 2.0**-16 * exact.abs().max()
 
 
 def step(split, kind="packed", padded=False, dtype=torch.bfloat16, main_grad=True, transposed=False, seed=0):
@@ -120,7 +120,16 @@ def test_gradients_are_those_of_fp64():
     y.backward(dy.double())
     found = step(SPLITS[2], dtype=torch.float32)
     for ours, exact in zip(found, (y, *(leaf.grad for leaf in leaves))):
-        torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-4)
+        assert (ours.double() - exact).abs().max() <= 2.0**-16 * exact.abs().max()
+
+
+def test_a_micro_batch_whose_sequences_nobody_told_is_warned_of():
+    weight, ends = torch.randn(2, 16, 16).requires_grad_(), torch.tensor([1, 4], dtype=torch.int32)
+    grads, x = bi.MainGrads([weight]), torch.randn(4, 16)
+    bi.grouped_linear(x, weight, ends).sum().backward()
+    with pytest.warns(UserWarning, match="grouped_linear: another micro-batch without sequences"):
+        bi.grouped_linear(x, weight, ends)
+    grads.release()
 
 
 def test_no_tile_of_the_fold_changes_a_bit(monkeypatch):
@@ -191,6 +200,30 @@ def test_combination_is_in_ascending_expert_id():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(
+    "gate, numbers",
+    [
+        ("swiglu", {}),
+        ("geglu", {}),
+        ("geglu", {"approximate": "tanh"}),
+        ("clamped_swiglu", {"limit": 0.5, "alpha": 2.0}),
+    ],
+)
+def test_a_gate_beside_its_factor_has_the_bits_of_one_apart(gate, numbers, interleaved, dtype):
+    both = (3 * torch.randn(5, 3, 38)).to(dtype).requires_grad_()
+    apart = [t.detach().clone().requires_grad_() for t in (both[..., ::2], both[..., 1::2])]
+    if not interleaved:
+        apart = [t.detach().clone().requires_grad_() for t in both.chunk(2, -1)]
+    y, wanted = bi.gated(both, gate, interleaved=interleaved, **numbers), getattr(bi, gate)(*apart, **numbers)
+    given = torch.randn(5, 3, 19).to(dtype)
+    y.backward(given)
+    wanted.backward(given)
+    found = (both.grad[..., ::2], both.grad[..., 1::2]) if interleaved else both.grad.chunk(2, -1)
+    assert torch.equal(y, wanted) and all(torch.equal(a, b.grad) for a, b in zip(found, apart))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("experts, k", [(1, 1), (8, 2), (60, 6), (128, 128)])
 def test_top_k_is_in_a_total_order(experts, k, dtype):
     torch.manual_seed(0)
@@ -240,6 +273,8 @@ X, W, ENDS = torch.zeros(4, 8), torch.zeros(2, 6, 8), torch.tensor([1, 4], dtype
         (lambda: bi.dispatch(X, bi.group_by_expert(torch.zeros(3, 1).long(), 2)), "dispatch: x has shape"),
         (lambda: bi.routed_linear(X, torch.zeros(3).long(), W), "routed_linear: x has shape"),
         (lambda: bi.routed_sum(W, torch.zeros(2, 6), torch.zeros(2).long()), "routed_sum: y has shape"),
+        (lambda: bi.gated(X, "silu"), "gate is 'silu', expected one of swiglu"),
+        (lambda: bi.gated(X[:, :5]), "gated: gate_up has shape"),
         (lambda: bi.top_k(X, 9), "k is 9, expected 1 to 8"),
         (lambda: bi.top_k(X, 2.0), "k is 2.0"),
         (lambda: bi.top_k(torch.zeros(3, 0), 1), "scores has shape"),

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from bi_kernels import MainGrads, TokenLayout, batch_invariant_mode
 
 ROWS, WIDTH = 7, 48
+NEAR = 2.0**-7  # of bf16
 
 
 class Gpt(nn.Module):
@@ -69,6 +70,12 @@ MODELS = {
 }
 
 
+def is_near(found: Tensor, expected: Tensor) -> bool:
+    """Tells whether PyTorch's result is the same but for rounding."""
+    found, expected = found.double(), expected.double()
+    return bool((found - expected).norm() <= NEAR * expected.norm())
+
+
 def step(model: nn.Module, inputs: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns results and gradients of a step of micro-batches of `counts` rows."""
     grads, found = MainGrads(model.parameters()), []
@@ -98,9 +105,8 @@ def test_a_model_of_another_library_keeps_its_bits(name):
         p.grad, p.main_grad = None, None
     y = model(inputs)
     (y * torch.linspace(-1, 1, y.shape[-1])).sum().backward()
-    torch.testing.assert_close(whole[0], y.detach(), rtol=1e-4, atol=1e-4)
-    for n, p in model.named_parameters():
-        torch.testing.assert_close(whole[1][n], p.grad, rtol=1e-3, atol=1e-3 * p.grad.abs().max().item(), msg=n)
+    assert is_near(whole[0], y.detach())
+    assert [n for n, p in model.named_parameters() if not is_near(whole[1][n], p.grad)] == []
 
 
 FUNCTIONS = {
@@ -132,7 +138,7 @@ def test_a_row_has_its_bits_whatever_the_batch(name, dtype):
         alone = [call(x[i : i + 1], w) for i in range(len(x))]
     assert torch.equal(torch.cat(alone), whole) and mode.routed
     if whole.is_floating_point():
-        torch.testing.assert_close(whole, call(x, w), rtol=0.02, atol=0.02)
+        assert is_near(whole, call(x, w))
 
 
 def test_ties_are_broken_by_index():

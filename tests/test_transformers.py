@@ -405,8 +405,8 @@ def test_every_module_and_parameter_is_accounted_for():
     names = [*report.replaced, *report.left, *report.containers]
     assert sorted(names) == sorted(n for n, _ in model.named_modules())
     assert sorted([*report.folded, *report.others]) == sorted(n for n, _ in model.named_parameters())
-    assert set(report.left) == {"", "norm", "inner.2"} and "draws" in report.left["inner.2"]
-    assert report.folded["wide.weight"] == "frozen" and set(report.others) == {"norm.weight", "norm.bias"}
+    assert set(report.left) == {"", "inner.2"} and "draws" in report.left["inner.2"]
+    assert report.folded["wide.weight"] == "frozen" and not report.others
     model.eval()(torch.randn(2, 3, 16)).sum().backward()
     assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
 

@@ -14,7 +14,7 @@ from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-VOCABULARY, POSITIONS, LAYERS = 160, 128, 2
+VOCABULARY, POSITIONS, LAYERS = 160, 256, 2
 # (a field's name, its size): the first pattern that matches decides, for integers; what is None stays None
 RULES = tuple((re.compile(pattern), size) for pattern, size in (
     ("vocab_size", VOCABULARY),
@@ -70,9 +70,11 @@ CHANGES: dict[str, dict] = {  # ...: the configuration's own default
     "longcat_flash": {"head_dim": 8, "num_key_value_heads": 4},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "nemotron_h": {"n_groups": 2, "mamba_num_heads": 4, "mamba_head_dim": 32},
-    "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8, "indexer_compress_ratio": 2},
+    "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 8,
+                       "indexer_compress_ratio": 2},
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
-    "reformer": {"axial_pos_shape": [8, 16], "axial_pos_embds_dim": [16, 48], "attn_layers": ["local", "lsh"], "num_buckets": 4},
+    "reformer": {"axial_pos_shape": [16, 16], "axial_pos_embds_dim": [16, 48],
+                 "attn_layers": ["local", "lsh"], "num_buckets": 4},
     "xmod": {"default_language": "en_XX"},
     "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
 }  # fmt: skip

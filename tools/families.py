@@ -3,6 +3,7 @@
     python tools/families.py                # all of them, and the table
     python tools/families.py qwen3 gpt_oss  # these alone, printed
     python tools/families.py --again        # forgets what an interrupted run had judged
+    python tools/families.py --device cuda  # on a GPU: what drifts there may keep its bits on a CPU; printed
 
 Each family runs in a process of its own with a time limit; its error is its result. Rows are kept in
 runs/families.jsonl until the code changes, so that an interrupted run goes on. Needs the extra `test`.
@@ -12,54 +13,57 @@ import argparse
 import hashlib
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
 import re
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+os.environ["TRANSFORMERS_VERBOSITY"] = "critical"
+if "cuda" not in " ".join(sys.argv):
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
+
+import tiny
+import torch
+import transformers
+from judge import agree, judge
+
 PAGE, ROWS = ROOT / "docs" / "families.md", ROOT / "runs" / "families.jsonl"
 LIMIT = 300  # seconds a family
-os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "critical"}
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-
-
 PREFACE = """\
 # Decoder families
 
-**After `apply`, {yes} of {of} decoder families of Transformers {version} keep their bits, forward and backward; {mixtures} of them
-are mixtures of experts.** {half} more are batch-invariant only. {no} are not, and `apply` says why. In {odd} families the
-verdict and the bits disagree.
+**After `apply`, {yes} of {of} decoder families of Transformers {version} keep their bits, forward and
+backward; {mixtures} of them are mixtures of experts.** {half} more are batch-invariant only. {no} are not, and
+`apply` says why. Verdict and bits disagree in {odd} families.
 
-`python tools/families.py` writes this page. It builds each family from its configuration, with random weights in bf16, two
-layers (or one of each kind), hidden size 64 and 8 experts. On the Triton interpreter, each sequence alone is compared with
-padding left and right, packing, prefill in chunks, decode and `generate`, by raw bits; the gradients are compared over two
-splits. A layout is asked only where stock Transformers in fp32 computes the same in it as for the sequence alone: a family
-without position ids, for example, means something else by left padding. `restore` must give back stock bits.
+`python tools/families.py` writes this page. It builds each family from its configuration: random weights in
+bf16, two layers or one of each kind, hidden size 64, 8 experts. On the Triton interpreter, it compares raw bits
+of each sequence alone with those padded left and right, packed, prefilled in chunks, decoded and generated, and
+gradients over two splits. It skips a layout in which stock Transformers, in fp32, computes something else: Bart,
+for example, counts positions from the row's begin. `restore` must give back stock's bits.
 """
 
 
 def digest() -> str:
     """Returns one hash of the code that a row depends on, and of Transformers' version."""
-    import transformers
-
     code = hashlib.sha256(transformers.__version__.encode())
     for path in sorted([*(ROOT / "bi_kernels").rglob("*.py"), *(ROOT / "tests").glob("[tj][iu][nd]*.py")]):
         code.update(path.read_bytes())
     return code.hexdigest()[:16]
 
 
-def _child(name: str, pipe) -> None:
-    import torch
-    from judge import judge
-
+def _child(name: str, device: str, pipe) -> None:
     torch.set_num_threads(1)
-    pipe.send(judge(name))
+    pipe.send(judge(name, device))
 
 
-def rows(names: list[str], jobs: int):
+def rows(names: list[str], jobs: int, device: str) -> Iterator[dict]:
     """Yields a row for each family, judged by `jobs` processes at a time."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["judge"])
@@ -67,7 +71,7 @@ def rows(names: list[str], jobs: int):
     while waiting or running:
         while waiting and len(running) < jobs:
             name, (here, there) = waiting.pop(0), context.Pipe(duplex=False)
-            process = context.Process(target=_child, args=(name, there))
+            process = context.Process(target=_child, args=(name, device, there))
             process.start()
             there.close()
             running[name] = process, here, time.monotonic()
@@ -123,9 +127,6 @@ def _table(head: tuple[str, ...], found: list[tuple[str, ...]]) -> str:
 
 def page(judged: list[dict], left_out: dict[str, str]) -> str:
     """Returns docs/families.md."""
-    import transformers
-    from judge import agree
-
     asked = [r for r in judged if "says" in r]
     yes = [r for r in asked if all(r["says"])]
     half = [r for r in asked if r["says"][0] and not r["says"][1]]
@@ -148,7 +149,11 @@ def page(judged: list[dict], left_out: dict[str, str]) -> str:
         rows = [(name(r), _why(r), drift(r)) for r in half]
         text += ["## Batch-invariant only\n", _table(("family", "why", "bits that differ"), rows), ""]
     if no:
-        text += ["## No\n", _table(("family", "why", "bits that differ"), [(name(r), _why(r), drift(r)) for r in no]), ""]
+        text += [
+            "## No\n",
+            _table(("family", "why", "bits that differ"), [(name(r), _why(r), drift(r)) for r in no]),
+            "",
+        ]
     text += ["## Not judged\n"]
     text += [_table(("model type", "why"), [(f"`{r['family']}`", r["why"]) for r in failed]), ""] if failed else []
     by_reason: dict[str, list[str]] = {}
@@ -171,31 +176,31 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("families", nargs="*", help="model types, as qwen3_moe; all where none is given")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda prints, and writes no page")
     parser.add_argument("--again", action="store_true", help="judges every family anew")
     given = parser.parse_args()
-    import tiny
-
+    keeps = not given.families and given.device == "cpu"
     every, now = list(tiny.families()), digest()
     if unknown := sorted(set(given.families) - set(every)):
         parser.error(f"families: {', '.join(unknown)} unknown, expected some of {', '.join(every)}")
     known = {}
-    if ROWS.exists() and not given.again and not given.families:
+    if ROWS.exists() and keeps and not given.again:
         known = {r["family"]: r for r in map(json.loads, ROWS.read_text().splitlines()) if r["code"] == now}
     names = [n for n in given.families or every if n not in known]
-    if not given.families:
+    if keeps:
         ROWS.parent.mkdir(exist_ok=True)
         ROWS.write_text("".join(json.dumps(r) + "\n" for r in known.values()))
     done, total = len(known), len(known) + len(names)
-    for row in rows(names, given.jobs):
+    for row in rows(names, given.jobs, given.device):
         done += 1
         print(f"{done}/{total} {said(row)}", flush=True)
         if given.families:
             print(row.get("report", ""))
-        else:
+        elif keeps:
             known[row["family"]] = row
             with ROWS.open("a") as file:
                 file.write(json.dumps(row | {"code": now}) + "\n")
-    if not given.families:
+    if keeps:
         PAGE.write_text(page([known[n] for n in every if n in known], tiny.left_out()))
 
 

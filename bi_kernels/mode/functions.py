@@ -6,7 +6,6 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-import bi_kernels as bi
 from bi_kernels.mode.parameters import (
     FLOATS,
     OP,
@@ -20,7 +19,13 @@ from bi_kernels.mode.parameters import (
     view,
     with_grad,
 )
+from bi_kernels.ops import layer_norm as layer_norms
+from bi_kernels.ops import logprob
+from bi_kernels.ops import norm as norms
+from bi_kernels.ops.attention import attention as attentions
+from bi_kernels.ops.embedding import embedding as look_up
 from bi_kernels.ops.gemm.gemm import _apply as gemm
+from bi_kernels.ops.gemm.gemm import matmul as multiply
 from bi_kernels.tokens import TokenLayout, current_layout, dense
 
 
@@ -66,8 +71,8 @@ def normalize(mode, func, x, p=2.0, dim=1, eps=1e-12, out=None):
     return length if length is NotImplemented else x / Expanded.apply(length.clamp_min(eps), x.shape, False, None)
 
 
-def softmax(name: str) -> Callable:
-    op = getattr(bi, name)
+def softmax(op: Callable) -> Callable:
+    """Returns the route of softmax or log_softmax, which an op of ours computes over the last dimension."""
 
     def route(mode, func, x, dim=None, _stacklevel=3, dtype=None):
         if not isinstance(dim, int) or x.dim() == 0:
@@ -161,7 +166,7 @@ def _batched(a: Tensor, b: Tensor) -> Tensor:
     lead = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     pairs = zip(*(_split(t, lead) for t in _autocast(a, b)))
     with dense(1, a.shape[-2]):
-        parts = [bi.matmul(x, y) for x, y in pairs]
+        parts = [multiply(x, y) for x, y in pairs]
     return torch.stack(parts).view(*lead, a.shape[-2], b.shape[-1]) if parts else a @ b
 
 
@@ -204,7 +209,7 @@ def layer_norm(mode, func, x, normalized_shape, weight=None, bias=None, eps=1e-5
     for t in (weight, bias):
         adopted(mode, t)
     with _rows(x.shape[:-1]):
-        return bi.layer_norm(x, weight, bias, eps)
+        return layer_norms.layer_norm(x, weight, bias, eps)
 
 
 def rms_norm(mode, func, x, normalized_shape, weight=None, eps=None):
@@ -213,7 +218,7 @@ def rms_norm(mode, func, x, normalized_shape, weight=None, eps=None):
     adopted(mode, weight)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     with _rows(x.shape[:-1]):
-        return bi.rms_norm(x, weight, eps)
+        return norms.rms_norm(x, weight, eps)
 
 
 def embedding(
@@ -223,7 +228,7 @@ def embedding(
         return unknown(mode, func)
     adopted(mode, weight, embedding=True)
     with _rows(ids.shape):
-        return bi.embedding(ids, weight, padding_idx)
+        return look_up(ids, weight, padding_idx)
 
 
 def attention(mode, func, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
@@ -232,7 +237,7 @@ def attention(mode, func, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=Fals
         return unknown(mode, func)
     q, k, v = (t.transpose(1, 2) for t in _autocast(q, k, v))
     with _rows(q.shape[:2]):
-        return bi.attention(q, k, v, causal=is_causal, scale=scale)[0].transpose(1, 2)
+        return attentions.attention(q, k, v, causal=is_causal, scale=scale)[0].transpose(1, 2)
 
 
 def cross_entropy(
@@ -242,7 +247,7 @@ def cross_entropy(
     plain = weight is None and size_average is None and reduce is None and not label_smoothing and x.dim() == 2
     if not plain or target.is_floating_point() or x.dtype not in FLOATS:
         return unknown(mode, func)
-    loss = -bi.token_logprob(x, target, ignore_index=ignore_index)[0].to(x.dtype)
+    loss = -logprob.token_logprob(x, target, ignore_index=ignore_index)[0].to(x.dtype)
     if reduction == "none":
         return loss
     return loss.sum() if reduction == "sum" else loss.sum() / (target != ignore_index).sum()
@@ -294,7 +299,14 @@ def repeat_interleave(mode, func, x, repeats, dim=None, **kwargs):
 
 def copied(mode, func, x, /, *args, **kwargs):
     """What may copy an element several times, whose gradients PyTorch adds up."""
-    return unknown(mode, func) if x.requires_grad and torch.is_grad_enabled() else NotImplemented
+    if x.requires_grad and torch.is_grad_enabled():
+        mode.meets_unknown(f"the gradient of {func.__name__}")
+    return NotImplemented
+
+
+def draws(mode, func, /, *args, **kwargs):
+    """Random numbers, which a model draws by place in the batch."""
+    return unknown(mode, func) if mode.in_trial else NotImplemented
 
 
 def dropout(mode, func, x, p=0.5, training=True, inplace=False):

@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from bi_kernels.mode import functions, parameters
 from bi_kernels.mode.parameters import OP, unknown
+from bi_kernels.ops import logprob, rows
 
 
 class batch_invariant_mode(TorchFunctionMode):
@@ -82,7 +83,7 @@ logical_or logical_not logical_xor __and__ __or__ __xor__ __invert__ __rand__ __
 bitwise_not isnan isinf isfinite __floordiv__ __rfloordiv__ __mod__ __lshift__ __rshift__ isin cat concat
 concatenate stack hstack vstack tensor_split split_with_sizes movedim moveaxis swapaxes swapdims tile roll flip
 rot90 pad tril triu tril_ triu_ diagonal diag clone detach copy_ fill_ zero_ zeros_like ones_like empty_like
-full_like rand_like new_zeros new_ones new_empty new_full new_tensor zeros ones empty full arange tensor as_tensor
+full_like new_zeros new_ones new_empty new_full new_tensor zeros ones empty full arange tensor as_tensor
 linspace scalar_tensor from_numpy any all max min amax amin argmax argmin nonzero one_hot histc bincount
 searchsorted bucketize unique_consecutive count_nonzero cpu cuda int long bool double numpy item tolist __len__
 __bool__ __int__ __float__ __index__ __contains__ __hash__ __repr__ __format__ __str__ __iter__ size stride dim
@@ -102,8 +103,8 @@ _ROUTES: dict[Callable | None, str] = {
     functions.reduce(mean=True): "mean",
     functions.norm: "norm vector_norm",
     functions.normalize: "normalize",
-    functions.softmax("softmax"): "softmax",
-    functions.softmax("log_softmax"): "log_softmax",
+    functions.softmax(rows.softmax): "softmax",
+    functions.softmax(logprob.log_softmax): "log_softmax",
     functions.layer_norm: "layer_norm",
     functions.rms_norm: "rms_norm",
     functions.embedding: "embedding",
@@ -113,6 +114,7 @@ _ROUTES: dict[Callable | None, str] = {
     functions.topk: "topk",
     functions.item: "__getitem__",
     functions.dropout: "dropout",
+    functions.draws: "rand randn randint randperm normal bernoulli multinomial rand_like randn_like randint_like",
     functions.exact: "cumsum prod cumprod index_add index_add_ scatter_add scatter_add_",
     functions.repeat: "repeat",
     functions.repeat_interleave: "repeat_interleave",

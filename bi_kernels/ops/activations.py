@@ -12,7 +12,7 @@ from torch import Tensor
 from bi_kernels.checks import check_alike
 from bi_kernels.launch import Launch, cached, jit
 from bi_kernels.op import Op, writes
-from bi_kernels.scalars import check_fp32, check_number, check_positive, truncated_repr
+from bi_kernels.scalars import check_flag, check_fp32, check_number, check_positive, truncated_repr
 
 BLOCK, WARPS = 1024, 4  # as of the other elementwise ops
 
@@ -41,13 +41,22 @@ def _within(a, limit):
     return tl.where(a < -limit, -limit, _below(a, limit))
 
 
+@triton.jit
+def _place(at, WIDTH: tl.constexpr, STEP: tl.constexpr):
+    """Where an element of a gate or of its factor stands, if both share rows of 2 · WIDTH; 0: they do not."""
+    return at // WIDTH * (2 * WIDTH) + at % WIDTH * STEP if WIDTH > 0 else at
+
+
 @jit
-def _activation_kernel(x, up, y, limit, alpha, offset, n, OP: tl.constexpr, BLOCK: tl.constexpr):
+def _activation_kernel(
+    x, up, y, limit, alpha, offset, n, OP: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, STEP: tl.constexpr
+):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
-    a = tl.load(x + at, mask=inside).to(tl.float32)
+    place = _place(at, WIDTH, STEP)
+    a = tl.load(x + place, mask=inside).to(tl.float32)
     if up is not None:
-        b = tl.load(up + at, mask=inside).to(tl.float32)
+        b = tl.load(up + place, mask=inside).to(tl.float32)
     if OP == "soft_cap":
         # tanh(t) of t = |x| / cap, u = t²: Lambert's t (945 + 105 u + u²) / (945 + 420 u + 15 u²) below 3/4, from
         # there on (1 - e) / (1 + e) with e = exp(-2t): neither cancels
@@ -73,14 +82,29 @@ def _reciprocal(d):
 
 
 @jit
-def _gradient_kernel(x, up, dy, dx, d_up, limit, alpha, offset, n, OP: tl.constexpr, BLOCK: tl.constexpr):
+def _gradient_kernel(
+    x,
+    up,
+    dy,
+    dx,
+    d_up,
+    limit,
+    alpha,
+    offset,
+    n,
+    OP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STEP: tl.constexpr,
+):
     """dx = dy f'(x), times up where there is one, and d_up = dy f(x), each where its pointer is given."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < n
-    a = tl.load(x + at, mask=inside).to(tl.float32)
+    place = _place(at, WIDTH, STEP)
+    a = tl.load(x + place, mask=inside).to(tl.float32)
     g = tl.load(dy + at, mask=inside).to(tl.float32)
     if up is not None:  # asked for with the others, before the first store
-        b = tl.load(up + at, mask=inside).to(tl.float32)
+        b = tl.load(up + place, mask=inside).to(tl.float32)
     if OP == "clamped_swiglu":  # as torch.clamp: a limit itself is passed through, NaN is not
         a_free, b_free = a <= limit, tl.abs(b) <= limit
         a, b = _below(a, limit), _within(b, limit) + offset
@@ -88,7 +112,7 @@ def _gradient_kernel(x, up, dy, dx, d_up, limit, alpha, offset, n, OP: tl.conste
         z = _activated(a, alpha, OP) * g
         if OP == "clamped_swiglu":
             z = tl.where(b_free, z, 0.0)
-        tl.store(d_up + at, z.to(d_up.dtype.element_ty), mask=inside)
+        tl.store(d_up + place, z.to(d_up.dtype.element_ty), mask=inside)
     if dx is not None:
         if OP == "gelu" or OP == "geglu":  # Φ(x) + x φ(x)
             z = 0.5 * (1.0 + tl.erf(a * 0.7071067811865476)) + a * (tl.exp(-0.5 * (a * a)) * 0.3989422804014327)
@@ -119,15 +143,17 @@ def _gradient_kernel(x, up, dy, dx, d_up, limit, alpha, offset, n, OP: tl.conste
             z *= b
         if OP == "clamped_swiglu":
             z = tl.where(a_free, z, 0.0)
-        tl.store(dx + at, z.to(dx.dtype.element_ty), mask=inside)
+        tl.store(dx + place, z.to(dx.dtype.element_ty), mask=inside)
 
 
 OPTIONS = {"BLOCK": BLOCK, "num_warps": WARPS, "enable_fp_fusion": False}
+APART = {"WIDTH": 0, "STEP": 1}  # gate and factor are two tensors
 
 
 @cached
-def _launch_for(op: str, n: int, device: int) -> Launch:
-    return Launch(_activation_kernel, device, (triton.cdiv(n, BLOCK),), n, OP=op, **OPTIONS)
+def _launch_for(op: str, n: int, device: int, width: int = 0, step: int = 1) -> Launch:
+    grid = (triton.cdiv(n, BLOCK),)
+    return Launch(_activation_kernel, device, grid, n, OP=op, WIDTH=width, STEP=step, **OPTIONS)
 
 
 def _launch(op: str, x, up, limit: float, alpha: float, offset: float) -> Tensor:
@@ -142,7 +168,7 @@ def _launch(op: str, x, up, limit: float, alpha: float, offset: float) -> Tensor
 def _gradient(x, up, dy, dx, d_up, op: str, limit: float, alpha: float, offset: float) -> None:
     n, given = x.numel(), (x.contiguous(), None if up is None else up.contiguous(), dy.contiguous(), dx, d_up)
     if n:
-        _gradient_kernel[(triton.cdiv(n, BLOCK),)](*given, limit, alpha, offset, n, OP=op, **OPTIONS)
+        _gradient_kernel[(triton.cdiv(n, BLOCK),)](*given, limit, alpha, offset, n, OP=op, **APART, **OPTIONS)
 
 
 def _save(ctx, inputs, y):
@@ -161,6 +187,48 @@ def _backward(ctx, dy):
 _activation = Op("activation", _launch, _backward, save=_save)
 
 
+def _halves(t: Tensor, step: int) -> tuple[Tensor, Tensor]:
+    """Returns what begins at the gate, and at its factor, of rows that hold both."""
+    return t, t.view(-1)[1 if step == 2 else t.shape[-1] // 2 :]
+
+
+def _launch_packed(op: str, gate_up, step: int, limit: float, alpha: float, offset: float) -> Tensor:
+    gate_up = gate_up.contiguous()
+    width = gate_up.shape[-1] // 2
+    y = gate_up.new_empty(*gate_up.shape[:-1], width)
+    if y.numel():
+        run = _launch_for(op, y.numel(), y.get_device(), width, step)
+        run(*_halves(gate_up, step), y, limit, alpha, offset)
+    return y
+
+
+@writes("d")
+def _packed_gradient(gate_up, dy, d, op: str, step: int, limit: float, alpha: float, offset: float) -> None:
+    n, given = dy.numel(), (*_halves(gate_up.contiguous(), step), dy.contiguous(), *_halves(d, step))
+    if n:
+        how = {"OP": op, "WIDTH": dy.shape[-1], "STEP": step, **OPTIONS}
+        _gradient_kernel[(triton.cdiv(n, BLOCK),)](*given, limit, alpha, offset, n, **how)
+
+
+def _save_packed(ctx, inputs, y):
+    ctx.op, gate_up, *ctx.numbers = inputs
+    ctx.save_for_backward(gate_up)
+
+
+def _packed_backward(ctx, dy):
+    (gate_up,) = ctx.saved_tensors
+    d = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
+    _packed_gradient(gate_up, dy, d, ctx.op, *ctx.numbers)
+    return None, d, *[None] * 4
+
+
+def _fake_packed(op, gate_up, *_):
+    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+
+
+_packed = Op("packed_activation", _launch_packed, _packed_backward, _fake_packed, _save_packed)
+
+
 def _apply(op: str, x: Tensor, up: Tensor | None = None, limit=0.0, alpha=0.0, offset=0.0) -> Tensor:
     return _activation(op, x, up, limit, alpha, offset)
 
@@ -169,6 +237,17 @@ def _approximated(op: str, approximate: str) -> str:
     if not isinstance(approximate, str) or approximate not in ("none", "tanh"):
         raise ValueError(f"{op}: approximate is {truncated_repr(approximate)}, expected 'none' or 'tanh'")
     return op if approximate == "none" else f"{op}_tanh"
+
+
+def _plain_gate(op: str, approximate: str = "none") -> tuple[str, float, float, float]:
+    """Returns the name of a gate's kernel, and the numbers that it has no use for."""
+    return _approximated(op, approximate), 0.0, 0.0, 0.0
+
+
+def _clamp(op: str, limit: float = 7.0, alpha: float = 1.702, offset: float = 1.0) -> tuple[str, float, float, float]:
+    """Returns a clamped gate's name and numbers, checked."""
+    alpha, offset = (check_fp32(op, k, check_number(op, k, v)) for k, v in (("alpha", alpha), ("offset", offset)))
+    return op, check_positive(op, "limit", limit), alpha, offset
 
 
 def silu(x: Tensor) -> Tensor:
@@ -200,13 +279,32 @@ def clamped_swiglu(gate: Tensor, up: Tensor, limit: float = 7.0, alpha: float = 
     """g / (1 + exp(-alpha g)) · (u + offset), g = min(gate, limit), u = up within ±limit, as gpt-oss has it: in fp32,
     the numbers rounded to it, and rounded once. As of torch.clamp, a NaN stays one, and the gradient is 0 beyond a
     limit and at a NaN, not at the limit itself."""
-    op = "clamped_swiglu"
-    check_alike(op, "gate", gate, "up", up)
-    alpha, offset = (check_fp32(op, k, check_number(op, k, v)) for k, v in (("alpha", alpha), ("offset", offset)))
-    return _apply(op, gate, up, check_positive(op, "limit", limit), alpha=alpha, offset=offset)
+    check_alike("clamped_swiglu", "gate", gate, "up", up)
+    op, *numbers = _clamp("clamped_swiglu", limit, alpha, offset)
+    return _apply(op, gate, up, *numbers)
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
     """cap · tanh(x / cap), as Gemma 2 caps its logits: in fp32, the cap rounded to it, and rounded once."""
     check_alike("soft_cap", "x", x)
     return _apply("soft_cap", x, limit=check_positive("soft_cap", "cap", cap))
+
+
+GATES = ("swiglu", "geglu", "clamped_swiglu")
+
+
+def gated(gate_up: Tensor, gate: str = "swiglu", *, interleaved: bool = False, **numbers: float | str) -> Tensor:
+    """swiglu, geglu or clamped_swiglu of gate and up that share rows, (..., 2 · width), as experts store them:
+    (..., width), with the bits of that op on gate_up's halves, or on every other column if `interleaved`.
+
+    numbers: that op's own arguments; its name is `gate`. bf16, fp16 or fp32. Raises TypeError and ValueError as the op.
+    """
+    if gate not in GATES:
+        raise ValueError(f"gated: gate is {truncated_repr(gate)}, expected one of {', '.join(GATES)}")
+    check_alike("gated", "gate_up", gate_up)
+    if gate_up.dim() < 1 or gate_up.shape[-1] % 2:
+        raise ValueError(f"gated: gate_up has shape {tuple(gate_up.shape)}, expected (..., 2 width)")
+    op, limit, alpha, offset = {"swiglu": _plain_gate, "geglu": _plain_gate, "clamped_swiglu": _clamp}[gate](
+        gate, **numbers
+    )
+    return _packed(op, gate_up, 2 if check_flag("gated", "interleaved", interleaved) else 1, limit, alpha, offset)

@@ -1,4 +1,4 @@
-"""Runs an applied model on a small batch and compares raw bits: alone, padded, packed, in parts, and a step cut two ways."""
+"""Runs an applied model on a small batch and compares raw bits: alone, padded, packed, in parts, in two splits."""
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
@@ -40,20 +40,21 @@ class Check:
 
 
 def check(
-    model: nn.Module, layouts: Iterable[str] | None = None, lengths: Iterable[int] = LENGTHS
+    model: nn.Module, layouts: Iterable[str] | None = None, lengths: Iterable[int] = LENGTHS, gradients: bool = True
 ) -> list[Check]:
     """Compares a model's results and gradients over layouts and splits; leaves the model as it was.
 
-    layouts: names of LAYOUTS, all by default. lengths: tokens of each sequence, the longest more than 36. The model is
-    in eval mode meanwhile. Its `.grad` and its modes are put back. Raises ValueError where it has no embedding of token
-    ids.
+    layouts: names of LAYOUTS, all by default. lengths: tokens of each sequence, the longest more than 36. gradients:
+    whether to compare these too. The model is in eval mode meanwhile. Its `.grad` and its modes are put back. Raises
+    ValueError where it has no embedding of token ids.
     """
     embedding = token_embedding(model)
     device, g = embedding.weight.device, torch.Generator().manual_seed(0)
     ids = [torch.randint(1, embedding.num_embeddings, (n,), generator=g).to(device) for n in lengths]
     with as_it_was(model):
         names = [*LAYOUTS] if layouts is None else [*layouts]
-        return [*_forward(model, ids, names), *_gradients(model, ids, "padded left" in names)]
+        found = _forward(model, ids, names)
+        return found + (_gradients(model, ids, "padded left" in names) if gradients else [])
 
 
 def _inner(model: nn.Module) -> PreTrainedModel | None:
@@ -108,7 +109,7 @@ def results(model: nn.Module, **given) -> tuple[Tensor, object]:
     return next(tensors(out)) if result is None else result, out.get("past_key_values")
 
 
-def _by_sequence(model: nn.Module, ids: list[Tensor], left: bool) -> list[Tensor]:
+def by_sequence(model: nn.Module, ids: list[Tensor], left: bool) -> list[Tensor]:
     given, at = padded(ids, left)
     y, _ = results(model, **given, use_cache=False)
     return [row[where] if y.dim() == 3 else row for row, where in zip(y, at)]
@@ -138,8 +139,8 @@ def _in_parts(model: nn.Module, ids: list[Tensor], cuts: tuple[int, ...]) -> lis
 
 
 LAYOUTS: dict[str, Callable[[nn.Module, list[Tensor]], list[Tensor]]] = {  # each against every sequence alone
-    "padded right": lambda model, ids: _by_sequence(model, ids, left=False),
-    "padded left": lambda model, ids: _by_sequence(model, ids, left=True),
+    "padded right": lambda model, ids: by_sequence(model, ids, left=False),
+    "padded left": lambda model, ids: by_sequence(model, ids, left=True),
     "packed": _packed,
     "in chunks": lambda model, ids: _in_parts(model, ids, CHUNKS),
     "decoded": lambda model, ids: _in_parts(model, ids, tuple(range(max(map(len, ids)) - NEW, max(map(len, ids))))),
@@ -149,18 +150,18 @@ LAYOUTS: dict[str, Callable[[nn.Module, list[Tensor]], list[Tensor]]] = {  # eac
 @torch.no_grad()
 def _forward(model: nn.Module, ids: list[Tensor], layouts: Iterable[str]) -> list[Check]:
     try:
-        alone = [_by_sequence(model, [s], left=False)[0] for s in ids]
+        alone = [by_sequence(model, [s], left=False)[0] for s in ids]
     except Exception as error:
-        return [Check("alone", False, error=_sentence(error))]
+        return [Check("alone", False, error=sentence(error))]
     found = []
     for name in layouts:
         if alone[0].dim() == 1 and not name.startswith("padded"):  # a result a sequence
             continue
         try:
             if computed := LAYOUTS[name](model, ids):
-                found.append(_compare(f"{name} against alone", dict(enumerate(computed)), dict(enumerate(alone))))
+                found.append(compare(f"{name} against alone", dict(enumerate(computed)), dict(enumerate(alone))))
         except Exception as error:
-            found.append(Check(name, False, error=_sentence(error)))
+            found.append(Check(name, False, error=sentence(error)))
     return found
 
 
@@ -173,7 +174,7 @@ def _step(model: nn.Module, calls: list[list[int]], ids: list[Tensor], left: boo
     weights: list[Tensor] = []  # of each sequence's results, the same in every micro-batch
     for call in calls:
         with torch.enable_grad():
-            results = _by_sequence(model, [ids[i] for i in call], left)
+            results = by_sequence(model, [ids[i] for i in call], left)
             while len(weights) <= max(call):
                 weights.append(torch.randn(results[call.index(len(weights))].shape, generator=g))
             sum((y.float() * weights[i].to(y.device)).sum() for i, y in zip(call, results)).backward()
@@ -191,12 +192,12 @@ def _gradients(model: nn.Module, ids: list[Tensor], left: bool) -> list[Check]:
     name, every = "one micro-batch against one a sequence", range(len(ids))
     try:
         whole = _step(model, [list(every)], ids, left)
-        return [_compare(name, _step(model, [[i] for i in every], ids, left), whole, gradient=True)]
+        return [compare(name, _step(model, [[i] for i in every], ids, left), whole, gradient=True)]
     except Exception as error:
-        return [Check(name, True, error=_sentence(error))]
+        return [Check(name, True, error=sentence(error))]
 
 
-def _compare(name: str, found: dict, expected: dict, gradient: bool = False) -> Check:
+def compare(name: str, found: dict, expected: dict, gradient: bool = False) -> Check:
     differ = {k: _differing(t, found[k]) if k in found else t.numel() for k, t in expected.items()}
     where = next((k.rpartition(".")[0] for k, n in differ.items() if n), "") if gradient else ""
     return Check(name, gradient, sum(differ.values()), sum(t.numel() for t in expected.values()), where)
@@ -207,6 +208,6 @@ def _differing(a: Tensor, b: Tensor) -> int:
     return int((a != b).sum())
 
 
-def _sentence(error: Exception) -> str:
+def sentence(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
     return f"raised {type(error).__name__}: {lines[0]}"[:200]

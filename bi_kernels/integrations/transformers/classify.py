@@ -14,7 +14,7 @@ from transformers.models.qwen3 import modeling_qwen3 as qwen3
 
 from bi_kernels.integrations.transformers import modules
 from bi_kernels.integrations.transformers.norms import recognised
-from bi_kernels.integrations.transformers.routing import Routed, Trial
+from bi_kernels.integrations.transformers.routing import GRADIENT, Routed, Trial
 from bi_kernels.integrations.transformers.swap import Swapped
 
 FAMILIES = {"Qwen3": qwen3, "Qwen2": qwen2, "Llama": llama, "Mistral": mistral}
@@ -158,8 +158,8 @@ def tried(module: nn.Module, answer: Answer, trial: Trial) -> Answer:
     if module not in trial.calls:
         owns = any(True for _ in module.parameters(recurse=False))
         return kind, "a trial call did not call it" if owns else ""
-    if unknown := trial.unknown.get(module):
-        return kind, f"{' and '.join(list(unknown)[:2])}: no batch-invariant form is known"
+    if unknown := [name for name in trial.unknown.get(module, ()) if not name.startswith(GRADIENT)]:
+        return kind, f"{' and '.join(unknown[:2])}: no batch-invariant form is known"
     if trial.functions.get(module) and kind in (None, modules.Checkpointed):
         kind = Routed if kind is None else modules.RoutedLayer
     return kind, ""

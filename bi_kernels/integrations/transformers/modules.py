@@ -115,13 +115,13 @@ class Norm(Swapped):
 
     @_unrouted
     def forward(self, x: Tensor) -> Tensor:
-        folds, alone = _folds()
+        (folds, alone), norm_of = _folds(), self.__dict__[NORM]
         dtype = torch.promote_types(x.dtype, self.weight.dtype)
         weight, bias = folds.cast(self.weight, dtype), folds.cast(self._parameters.get("bias"), dtype)
 
         def norm(x: Tensor) -> Tensor:
             with _rows(x.shape[:-2] if x.dim() == 4 else x.shape[:-1]):
-                return self.__dict__[NORM](x.to(dtype), weight, bias)
+                return norm_of(x if norm_of.follows_x else x.to(dtype), weight, bias)
 
         return _ended(_normed(norm, x), folds, alone)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import signature
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import bi_kernels as bi
 
-ROWS, SCALES = 3, (1.0, 1e-3, 30.0)  # of the random numbers; at 1e-3, eps shows
+ROWS, SCALES = 3, (1.0, 2.0**-10, 32.0)  # of the random numbers; at the least, eps shows
 CLOSE = 2.0**-18  # of the largest number of a row, in fp32
 EPS = "variance_epsilon", "eps", "epsilon", "norm_eps", "rms_norm_eps"  # where modules keep it
 
@@ -22,6 +22,7 @@ class Norm:
     centred: bool
     eps: float
     offset: float = 0.0
+    follows_x: bool = False  # whether the result has the dtype of x, though the weight is in fp32
 
     def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         heads = x.dim() == 4  # (batch, length, heads, head_dim)
@@ -67,9 +68,10 @@ def recognised(module: nn.Module) -> Norm | None:
         for x in (scale * drawn(1, ROWS, len(weight)) for scale in SCALES):
             expected = alone(x)
             found = [norm for norm in found if _agrees(norm, alone, x, expected)]
+        follows_x = weight.dtype == torch.float32 and module(x.bfloat16()).dtype == torch.bfloat16
     except (RuntimeError, TypeError, ValueError, AttributeError):  # it is called in another way
         return None
-    return found[0] if found else None
+    return replace(found[0], follows_x=follows_x) if found else None
 
 
 def _agrees(norm: Callable, module: nn.Module, x: Tensor, expected: Tensor) -> bool:

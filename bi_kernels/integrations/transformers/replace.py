@@ -13,7 +13,7 @@ from bi_kernels.integrations.transformers.classify import SILU, UNKNOWN, classif
 from bi_kernels.integrations.transformers.gradients import BUFFERS, forget
 from bi_kernels.integrations.transformers.norms import recognised
 from bi_kernels.integrations.transformers.report import Report
-from bi_kernels.integrations.transformers.routing import ROUTED, Routed, Trial, stock_logits
+from bi_kernels.integrations.transformers.routing import GRADIENT, ROUTED, Routed, Trial, stock_logits
 from bi_kernels.integrations.transformers.swap import PARTS, Swapped, remember_parts, swapped
 from bi_kernels.parallel.tensor import TensorParallel
 
@@ -77,6 +77,10 @@ def _reported(model: nn.Module, plan: dict[str, tuple[type[Swapped] | None, str]
             report.others[name] = f"{' and '.join(owners[id(p)][:2])} share it"
         else:
             report.folded[name] = "tied" if len(at) > 1 else "fp32 fold"
+    for name, module in named.items() if trial is not None else ():
+        for unknown in trial.unknown.get(module, ()):
+            if unknown.startswith(GRADIENT) and name not in report.left:
+                report.others[name] = f"{unknown.removeprefix(GRADIENT)}: its gradient is PyTorch's"
     return report
 
 
@@ -85,10 +89,11 @@ def apply(
 ) -> Report:
     """Puts this package's ops into a model, in place; the report says whether the model keeps its bits now.
 
-    Qwen3, Qwen2, Llama and Mistral models, with or without PEFT's LoRA, are replaced whole: a token's result is then
-    batch-invariant, and a step's gradients are split-invariant. Each micro-batch is one forward and one backward, in
-    the step's order, cut between sequences. Of other architectures the known parts are replaced, the report's first
-    line says NO, and a UserWarning repeats it. Parameters, names and buffers stay, so checkpoints save and load.
+    If it does, a token's result is batch-invariant, and a step's gradients are split-invariant. Each micro-batch is one
+    forward and one backward, in the step's order, cut between sequences. Linears, embeddings, norms, attention and
+    experts become ops of ours; what else a model's code asks of PyTorch is found by a short trial call, and routed as
+    `batch_invariant_mode` does. Where something has no batch-invariant form, the report's first line says NO and why,
+    and a UserWarning repeats it. Parameters, names and buffers stay, so checkpoints save and load.
 
     group: ranks that share each weight of a model that is replaced whole. Every rank passes the same model and keeps
     its rows; every result has the bits of one rank. It generates by `generate`, not by continuous batching.
@@ -123,6 +128,8 @@ def apply(
                 plan = {name: tried(named[name], answer, trial) for name, answer in plan.items()}
                 _swap(named, plan, done, trial)
         report = _reported(model, plan, trial)
+        if trial is not None and report.batch_invariant:  # its own code is known by a trial alone
+            report.checks = compare_bits(model, ["padded right"], gradients=False)
         _answer(report, strict)
         for module in done:
             if isinstance(module, modules.Model):
@@ -150,11 +157,12 @@ def _swap(named: dict, plan: dict, done: list[nn.Module], trial: Trial | None = 
             module.__dict__[ROUTED] = bool(trial.functions.get(module))
         if kind is None or isinstance(module, kind):
             continue
-        if not isinstance(module, Swapped):
-            done.append(module)
         if kind is modules.Norm:
             module.__dict__[modules.NORM] = recognised(module)
-        module.__class__ = swapped(getattr(type(module), "replaces", type(module)), kind)
+        before = getattr(type(module), "replaces", type(module))
+        module.__class__ = swapped(before, kind)
+        if module not in done:
+            done.append(module)
         if kind is modules.LanguageModel:
             module.__dict__["bi_kernels_before"] = module.config._attn_implementation
     for module in done if trial is None else ():
@@ -165,8 +173,8 @@ def _swap(named: dict, plan: dict, done: list[nn.Module], trial: Trial | None = 
 def _answer(report: Report, strict: bool) -> None:
     if strict and not report.split_invariant:
         raise ValueError(
-            f"apply: strict is True, and the answer would be: {' '.join(report.verdict)} Only Qwen3, Qwen2, Llama and "
-            "Mistral are replaced whole; without strict, print(apply(model)) lists each reason"
+            f"apply: strict is True, and the answer would be: {' '.join(report.verdict)} Without strict, "
+            "print(apply(model)) lists each reason"
         )
 
 

@@ -20,6 +20,7 @@ from bi_kernels.mode.mode import batch_invariant_mode
 
 LENGTHS = (13, 9, 11)  # of the trial's sequences: 13 and 39 are no dimension of a model
 FAR = 0.1  # of stock's logits, by which half of the tokens may be off, bf16 and all
+GRADIENT = "the gradient of "  # how the name of what only a backward adds up begins
 ROUTED = "bi_kernels_routed"  # of a model whose own code is routed
 
 
@@ -162,7 +163,7 @@ def _tokens(y: Tensor, at: list[slice]) -> list[Tensor]:
 
 def _distance(a: Tensor, b: Tensor) -> Tensor:
     """Returns how far each token's logits are from the others', as a share of these."""
-    return (a.double() - b.double()).norm(dim=-1) / b.double().norm(dim=-1).clamp_min(1e-30)
+    return (a.double() - b.double()).norm(dim=-1) / b.double().norm(dim=-1).clamp_min(torch.finfo(torch.float64).tiny)
 
 
 def stock_logits(model: nn.Module) -> list[Tensor]:

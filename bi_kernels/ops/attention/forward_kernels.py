@@ -122,9 +122,7 @@ def _with_sink(m, l, acc, scale, sink):
 
 
 @triton.jit
-def _store_result(
-    out, lse, sinks, at, m, l, acc, scale, rows, d, width, inside, HEADS: tl.constexpr, stores_lse=True
-):
+def _store_result(out, lse, sinks, at, m, l, acc, scale, rows, d, width, inside, HEADS: tl.constexpr, stores_lse=True):
     """Stores the normalised output and the natural logarithm of the sum; 0 and −inf for a query that saw no key."""
     none = (l == 0.0) & (m == -float("inf"))
     if sinks is not None:

@@ -9,12 +9,14 @@ from `main_grad` where the parameter has one.
 """
 
 import threading
+import warnings
 
 import torch
 from torch import Tensor
 
 from bi_kernels.checks import can_wait, check, check_shape, is_hopper, once
 from bi_kernels.compat import is_recorded
+from bi_kernels.contract import check_dtype
 from bi_kernels.op import Op
 from bi_kernels.ops.gemm.hopper_cublaslt import OFF
 from bi_kernels.ops.grouped.fold import fold_weight
@@ -22,7 +24,7 @@ from bi_kernels.ops.grouped.groups import Groups, group_by_expert
 from bi_kernels.ops.grouped.kernel import clear_rest, launch
 from bi_kernels.ops.grouped.rows import combine, dispatch
 from bi_kernels.scalars import check_flag
-from bi_kernels.tokens import SLAB, gradient_of, layout_for, main_grad
+from bi_kernels.tokens import SLAB, continues_step, gradient_of, layout_for, main_grad
 
 OP = "grouped_linear"
 _agrees: dict[tuple, bool] = {}  # whether torch's program has our bits, by kinds of products
@@ -190,6 +192,12 @@ def grouped_linear(
             return None, None, *buffers
         if groups is not None and groups.slot_offsets is not None:
             return groups.slots, groups.slot_offsets, *buffers
+        if not torch.compiler.is_compiling() and continues_step(*[p for (_, p), t in zip(pairs, trained) if t]):
+            warnings.warn(
+                f"{OP}: another micro-batch without sequences: an expert's rows are taken for one, and gradients "
+                "depend on the split; expected what group_by_expert(expert_ids, experts, layout) returns",
+                stacklevel=3,
+            )
         return *_sequence_of_all(ends, len(x)), *buffers
 
     return _grouped(x, weight, ends, bias, transposed, groups is None, training=training)
@@ -203,6 +211,7 @@ def routed_linear(x: Tensor, experts: Tensor, weight: Tensor, bias: Tensor | Non
     the weight trains, gets zeros.
     """
     check("routed_linear", optional=("bias",), x=x, weight=weight, bias=bias)
+    check("routed_linear", same_dtype=False, x=x, experts=experts)
     if weight.dim() != 3 or x.dim() < 1 or experts.shape != x.shape[:-1]:
         raise ValueError(
             f"routed_linear: x has shape {tuple(x.shape)}, experts {tuple(experts.shape)} and weight "
@@ -218,6 +227,9 @@ def routed_linear(x: Tensor, experts: Tensor, weight: Tensor, bias: Tensor | Non
 def routed_sum(y: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
     """Σ_j weights[t, j] · y[t, j] of each token in ascending experts[t, j]: y (..., k, features), weights and experts
     (..., k); (..., features) in y's dtype. Equal experts are added in the order of j."""
+    check("routed_sum", y=y)
+    check("routed_sum", same_dtype=False, y=y, weights=weights, experts=experts)
+    check_dtype("routed_sum", "weights", weights)
     if y.dim() < 2 or experts.shape != y.shape[:-1] or weights.shape != y.shape[:-1]:
         raise ValueError(
             f"routed_sum: y has shape {tuple(y.shape)}, weights {tuple(weights.shape)} and experts "

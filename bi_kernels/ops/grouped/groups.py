@@ -15,6 +15,7 @@ from torch import Tensor
 from bi_kernels.checks import check, integers
 from bi_kernels.compat import INTERPRETED
 from bi_kernels.launch import jit
+from bi_kernels.op import writes
 from bi_kernels.scalars import check_flag, check_integer, truncated_repr
 from bi_kernels.tokens import SLAB, TokenLayout
 
@@ -88,6 +89,23 @@ def _place_kernel(
         tl.store(source + r, tl.where(routed, choice, -1).to(tl.int32), mask=inside)
 
 
+@writes("keys")
+def _segment(ids, perm, sequence, keys, choices: int, sequences: int) -> None:
+    if len(ids):
+        grid = (triton.cdiv(len(ids), BLOCK),)
+        _segment_kernel[grid](ids, perm, sequence, keys, len(ids), choices, sequences, BLOCK=BLOCK, num_warps=WARPS)
+
+
+@writes("rows", "source", "slots")
+def _place(
+    ids, perm, tokens, keys, first, slot_first, rows, source, slots, choices: int, experts: int, padded: bool
+) -> None:
+    if len(ids):
+        grid, given = (triton.cdiv(len(ids), BLOCK),), (ids, perm, tokens, keys, first, slot_first, rows, source, slots)
+        options = {"PADDED": padded, "BLOCK": BLOCK, "num_warps": WARPS}
+        _place_kernel[grid](*given, len(ids), choices, experts, **options)
+
+
 def _check(expert_ids: Tensor, experts: int, layout: TokenLayout | None, padded: bool) -> None:
     op = "group_by_expert"
     check(op, same_dtype=False, expert_ids=expert_ids)
@@ -128,34 +146,22 @@ def group_by_expert(
     flat = torch.where((flat < 0) | (flat >= experts), experts, flat).to(torch.int32)
     flat, perm = torch.sort(flat, stable=True)
     count, numbers = len(flat), torch.arange(experts, dtype=torch.int32, device=device)
-    options = {"BLOCK": BLOCK, "num_warps": WARPS}
-    grid = (triton.cdiv(count, BLOCK),)
     if layout is None:
         offsets = torch.searchsorted(flat, numbers, right=True, out_int32=True)
         source = rows.new_empty(count)
-        if count:
-            nobody = (None,) * 3
-            _place_kernel[grid](
-                flat, perm, None, *nobody, rows, source, None, count, choices, experts, PADDED=False, **options
-            )
+        _place(flat, perm, None, None, None, None, rows, source, None, choices, experts, False)
         return Groups(rows, source, offsets)
     sequences = max(len(layout.lengths), 1)
     keys = rows.new_empty(count, dtype=torch.int64)
-    if count:
-        of = layout.sequences_on(device)
-        _segment_kernel[grid](flat, perm, of, keys, count, choices, sequences, **options)
-    segments = torch.arange(experts * sequences + 1, device=device)
-    first = torch.searchsorted(keys, segments)
-    lengths = first.diff()
-    filled = (lengths + (SLAB - 1)) // SLAB * SLAB
+    _segment(flat, perm, layout.sequences_on(device), keys, choices, sequences)
+    first = torch.searchsorted(keys, torch.arange(experts * sequences + 1, device=device))
+    filled = (first.diff() + (SLAB - 1)) // SLAB * SLAB
     ends = filled.cumsum(0)
     slot_offsets = ends[sequences - 1 :: sequences].to(torch.int32)
     room = -(-(count + (SLAB - 1) * min(count, experts * sequences)) // SLAB) * SLAB
     places = rows.new_full((room,), -1)
-    source = places if padded else rows.new_empty(count)
-    if count:
-        given = flat, perm, tokens, keys, first, ends - filled, rows, source, None if padded else places
-        _place_kernel[grid](*given, count, choices, experts, PADDED=padded, **options)
+    source, slots = (places, None) if padded else (rows.new_empty(count), places)
+    _place(flat, perm, tokens, keys, first, ends - filled, rows, source, slots, choices, experts, padded)
     if padded:
         return Groups(rows, source, slot_offsets, None, slot_offsets)
     return Groups(rows, source, first[sequences::sequences].to(torch.int32), places, slot_offsets)
