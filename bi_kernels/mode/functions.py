@@ -26,7 +26,6 @@ from bi_kernels.ops.attention import attention as attentions
 from bi_kernels.ops.embedding import embedding as look_up
 from bi_kernels.ops.gemm.gemm import _apply as gemm
 from bi_kernels.ops.gemm.gemm import matmul as multiply
-from bi_kernels.ops.grouped.top_k import MOST, top_k
 from bi_kernels.tokens import TokenLayout, current_layout, dense
 
 
@@ -260,8 +259,6 @@ def sort(mode, func, x, dim=-1, descending=False, stable=False):
 
 def topk(mode, func, x, k, dim=-1, largest=True, sorted=True):
     """The k largest in a total order: by value, then by index."""
-    if largest and x.dtype in FLOATS and x.dim() and dim in (-1, x.dim() - 1) and 0 < k <= x.shape[-1] <= MOST:
-        return torch.return_types.topk(top_k(x, k))
     values, at = torch.sort(x, dim=dim, descending=largest, stable=True)
     return torch.return_types.topk((values.narrow(dim, 0, k), at.narrow(dim, 0, k)))
 

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bi_kernels.checks import check, integers, widened
+from bi_kernels.checks import check, integers
 from bi_kernels.compat import INTERPRETED
 from bi_kernels.launch import jit
 from bi_kernels.op import writes
@@ -20,7 +20,6 @@ from bi_kernels.scalars import check_flag, check_integer, truncated_repr
 from bi_kernels.tokens import SLAB, TokenLayout
 
 BLOCK, WARPS = 4096 if INTERPRETED else 256, 4  # rows that one program places
-FEW, FEW_EXPERTS = 128, 512  # choices of a decode, and experts, that one program groups alone
 
 
 class Groups(NamedTuple):
@@ -90,30 +89,6 @@ def _place_kernel(
         tl.store(source + r, tl.where(routed, choice, -1).to(tl.int32), mask=inside)
 
 
-@jit(do_not_specialize=["count", "experts"])
-def _few_kernel(ids, rows, source, offsets, count, experts, BLOCK: tl.constexpr, EXPERTS: tl.constexpr):
-    """Groups a few choices: the row of each is how many come before it."""
-    i, e = tl.arange(0, BLOCK), tl.arange(0, EXPERTS)
-    inside = i < count
-    expert = tl.load(ids + i, mask=inside, other=experts)
-    expert = tl.where((expert < 0) | (expert > experts), experts, expert).to(tl.int32)
-    same = (expert[None, :] == expert[:, None]) & (i[None, :] < i[:, None])
-    before = ((expert[None, :] < expert[:, None]) | same) & inside[None, :]
-    row, routed = tl.sum(before.to(tl.int32), axis=1), inside & (expert < experts)
-    tl.store(rows + i, tl.where(routed, row, -1), mask=inside)
-    tl.store(source + row, tl.where(routed, i, -1), mask=inside)
-    ends = tl.sum(((expert[None, :] <= e[:, None]) & inside[None, :]).to(tl.int32), axis=1)
-    tl.store(offsets + e, ends, mask=e < experts)
-
-
-@writes("rows", "source", "offsets")
-def _group_few(ids, rows, source, offsets) -> None:
-    if not len(offsets):
-        return
-    blocks = {"BLOCK": triton.next_power_of_2(max(ids.numel(), 16)), "EXPERTS": triton.next_power_of_2(len(offsets))}
-    _few_kernel[(1,)](ids, rows, source, offsets, ids.numel(), len(offsets), **blocks, num_warps=8)
-
-
 @writes("keys")
 def _segment(ids, perm, sequence, keys, choices: int, sequences: int) -> None:
     if len(ids):
@@ -162,10 +137,6 @@ def group_by_expert(
     _check(expert_ids, experts, layout, padded)
     choices, device = expert_ids.shape[-1], expert_ids.device
     ids = expert_ids.reshape(expert_ids.shape[:-1].numel(), choices)
-    if layout is None and 0 < ids.numel() <= FEW and experts <= FEW_EXPERTS:
-        rows, source, offsets = (ids.new_empty(n, dtype=torch.int32) for n in (ids.shape, ids.numel(), experts))
-        _group_few(widened(ids).contiguous(), rows, source, offsets)
-        return Groups(rows, source, offsets)
     rows = torch.full_like(ids, -1, dtype=torch.int32, memory_format=torch.contiguous_format)
     tokens = None
     if layout is not None and not layout.in_order:
