@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bi_kernels.checks import check, check_plain
+from bi_kernels.checks import aligned, check, check_plain
 from bi_kernels.compat import INTERPRETED
 from bi_kernels.contract import check_dtype
 from bi_kernels.launch import jit
@@ -179,12 +179,11 @@ def _combine_gradients(dout, y, weights, source, dy, dweights, choices: int) -> 
 
 def _combine_backward(ctx, dout):
     y, weights, rows, source = ctx.saved_tensors if ctx.weighted else (None, None, *ctx.saved_tensors)
-    dout = dout.contiguous()
     if weights is None:
-        return _dispatch_op.raw(dout, rows, source, rows.shape[1]), None, None, None
+        return _dispatch_op.raw(dout.contiguous(), rows, source, rows.shape[1]), None, None, None
     dy = torch.empty_like(y, memory_format=torch.contiguous_format) if ctx.needs_input_grad[0] else None
     dweights = weights.new_zeros(weights.shape) if ctx.needs_input_grad[1] else None
-    _combine_gradients(dout, y.contiguous(), weights.contiguous(), source, dy, dweights, rows.shape[1])
+    _combine_gradients(aligned(dout), aligned(y), weights.contiguous(), source, dy, dweights, rows.shape[1])
     return dy, dweights, None, None
 
 
