@@ -1,12 +1,11 @@
-"""What `apply` says of every decoder family of Transformers is what the bits say; ten families in the ordinary run."""
+"""What `apply` says of every decoder family of Transformers is what the bits say; eight families in the ordinary run."""
 
 import judge
 import pytest
 import tiny
 import torch
-from test_families import drifting_hook
 
-SAMPLE = ["cohere2", "deepseek_v3", "gemma2", "gpt2", "gpt_oss", "granitemoe", "mamba", "mixtral", "opt", "qwen3_moe"]
+SAMPLE = ["deepseek_v3", "gemma2", "gpt2", "gpt_oss", "mamba", "mixtral", "opt", "qwen3_moe"]
 STOCK = {"reformer", "xlnet"}  # stock Transformers raises, in eval mode and in bf16
 
 
@@ -25,11 +24,14 @@ def test_what_apply_says_is_what_the_bits_say(family):
 
 
 def test_the_judge_sees_a_yes_whose_bits_differ(monkeypatch):
-    """Its control: a hook that `apply` does not see."""
+    """Its control: a hook that `apply` does not see, and that shows in fp32 alone."""
+
+    def drifting(module, args, y):
+        return y * (1 + 2.0**-20) if y.shape[:-1].numel() > 40 else y
 
     def built(name, **given):
         model = made(name, **given)
-        model.model.layers[1].mlp.up_proj.register_forward_hook(drifting_hook)
+        model.model.layers[1].mlp.up_proj.register_forward_hook(drifting)
         return model
 
     made = tiny.built
