@@ -1,4 +1,4 @@
-"""What `apply` says of every decoder family of Transformers is what the bits say; eight families in the ordinary run."""
+"""What `apply` says of every decoder family is what the bits say; eight in the ordinary run, the others marked slow."""
 
 import judge
 import pytest
@@ -60,6 +60,6 @@ def test_every_family_is_found_and_its_parameters_are_drawn():
     assert len(found) > 150 and {"qwen3", "gpt_oss", "deepseek_v3", "gemma4_text"} <= {*found}
     model = tiny.built("qwen3_moe")
     assert tiny.is_mixture(model) and not tiny.is_mixture(tiny.built("qwen3"))
-    assert all(float(p.float().std()) > 0 for p in model.parameters())
+    assert all(float(p.detach().float().std()) > 0 for p in model.parameters())
     again = tiny.built("qwen3_moe").state_dict()
     assert all(torch.equal(t, again[n]) for n, t in model.state_dict().items())
