@@ -45,7 +45,7 @@ backward; {mixtures} of them are mixtures of experts.** {half} more are batch-in
 `python tools/families.py` writes this page. It builds each family from its configuration: random weights, two
 layers or one of each kind, hidden size 64, 8 experts. On the Triton interpreter, it compares raw bits of each
 sequence alone with those padded left and right, packed, prefilled in chunks and decoded, and gradients over two
-splits, in fp32 and in bf16; in bf16, also what a batch generates. It skips a layout in which stock Transformers,
+splits, in {dtypes}. It skips a layout in which stock Transformers,
 in fp32, computes something else: Bart, for example, counts positions from the row's begin. `restore` must give
 back stock's bits.
 """
@@ -59,12 +59,12 @@ def digest() -> str:
     return code.hexdigest()[:16]
 
 
-def _child(name: str, device: str, pipe) -> None:
+def _child(name: str, device: str, dtypes: list[str], pipe) -> None:
     torch.set_num_threads(1)
-    pipe.send(judge(name, device))
+    pipe.send(judge(name, device, dtypes))
 
 
-def rows(names: list[str], jobs: int, device: str) -> Iterator[dict]:
+def rows(names: list[str], jobs: int, device: str, dtypes: list[str]) -> Iterator[dict]:
     """Yields a row for each family, judged by `jobs` processes at a time."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["judge"])
@@ -72,7 +72,7 @@ def rows(names: list[str], jobs: int, device: str) -> Iterator[dict]:
     while waiting or running:
         while waiting and len(running) < jobs:
             name, (here, there) = waiting.pop(0), context.Pipe(duplex=False)
-            process = context.Process(target=_child, args=(name, device, there))
+            process = context.Process(target=_child, args=(name, device, dtypes, there))
             process.start()
             there.close()
             running[name] = process, here, time.monotonic()
@@ -134,7 +134,7 @@ def _table(head: tuple[str, ...], found: list[tuple[str, ...]]) -> str:
     return "\n".join(f"| {' | '.join(r)} |" for r in (head, (":--",) * len(head), *found))
 
 
-def page(judged: list[dict], left_out: dict[str, str]) -> str:
+def page(judged: list[dict], left_out: dict[str, str], dtypes: list[str]) -> str:
     """Returns docs/families.md."""
     asked = [r for r in judged if "says" in r]
     yes = [r for r in asked if all(r["says"])]
@@ -146,6 +146,7 @@ def page(judged: list[dict], left_out: dict[str, str]) -> str:
     lacks = Counter(part for r in no for part in _reasons(r))
     name = lambda r: f"`{r['family']}`" + (", experts" if r["mixture"] else "")
     given = {"yes": len(yes), "of": len(judged), "mixtures": mixtures, "version": transformers.__version__}
+    given["dtypes"] = " and ".join(dtypes) + (", and what a batch generates in bf16" if "bf16" in dtypes else "")
     text = [PREFACE.format(**given, odd=len(odd), no=len(no), half=len(half))]
     if lacks:
         common = [(what, str(n)) for what, n in lacks.most_common(12)]
@@ -180,10 +181,11 @@ def main() -> None:
     parser.add_argument("families", nargs="*", help="model types, as qwen3_moe; all where none is given")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda prints, and writes no page")
+    parser.add_argument("--dtypes", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
     parser.add_argument("--again", action="store_true", help="judges every family anew")
     given = parser.parse_args()
     keeps = not given.families and given.device == "cpu"
-    every, now = list(tiny.families()), digest()
+    every, now = list(tiny.families()), f"{digest()} {' '.join(given.dtypes)}"
     if unknown := sorted(set(given.families) - set(every)):
         parser.error(f"families: {', '.join(unknown)} unknown, expected some of {', '.join(every)}")
     known = {}
@@ -194,7 +196,7 @@ def main() -> None:
         ROWS.parent.mkdir(exist_ok=True)
         ROWS.write_text("".join(json.dumps(r) + "\n" for r in known.values()))
     done, total = len(known), len(known) + len(names)
-    for row in rows(names, given.jobs, given.device):
+    for row in rows(names, given.jobs, given.device, given.dtypes):
         done += 1
         print(f"{done}/{total} {said(row)}", flush=True)
         if given.families:
@@ -204,7 +206,7 @@ def main() -> None:
             with ROWS.open("a") as file:
                 file.write(json.dumps(row | {"code": now}) + "\n")
     if keeps:
-        PAGE.write_text(page([known[n] for n in every if n in known], tiny.left_out()))
+        PAGE.write_text(page([known[n] for n in every if n in known], tiny.left_out(), given.dtypes))
 
 
 if __name__ == "__main__":
