@@ -20,7 +20,7 @@ from bi_kernels.ops.grouped.groups import Groups
 from bi_kernels.scalars import truncated_repr
 
 ELEMENTS, WARPS = 32768 if INTERPRETED else 2048, 4  # that one program copies or adds
-DOT = {"ROWS": 16 if INTERPRETED else 1, "BLOCK": 1024, "num_warps": 4}  # of a gradient's sum, for every call the same
+DOT_ROWS, DOT_BLOCK = 16 if INTERPRETED else 1, 1024  # of a gradient's sum, for every call the same
 FAR = tl.constexpr(2**31 - 1)
 
 
@@ -124,13 +124,23 @@ def gather_rows(x: Tensor, index: Tensor, divisor: int = 1, end: Tensor | None =
 
 
 def _summed(y, weights, rows) -> Tensor:
-    tokens, choices = rows.shape
+    tokens = len(rows)
     out = y.new_empty(tokens, y.shape[1])
     if out.numel():
         y, weights = y.contiguous(), None if weights is None else weights.contiguous()
         grid, options = _blocks(tokens, y.shape[1])
-        options |= {"CHOICES": choices, "ROOM": triton.next_power_of_2(choices), "enable_fp_fusion": False}
-        _combine_kernel[grid](y, weights, rows, out, tokens, y.shape[1], **options)
+        _combine_kernel[grid](
+            y,
+            weights,
+            rows,
+            out,
+            tokens,
+            y.shape[1],
+            CHOICES=rows.shape[1],
+            ROOM=triton.next_power_of_2(rows.shape[1]),
+            enable_fp_fusion=False,
+            **options,
+        )
     return out
 
 
@@ -171,9 +181,20 @@ def _fake_combined(y, weights, rows, source):
 @writes("dy", "dweights")
 def _combine_gradients(dout, y, weights, source, dy, dweights, choices: int) -> None:
     if len(source) and dout.shape[1]:
-        grid, given = (triton.cdiv(len(source), DOT["ROWS"]),), (dout, y, weights, source, dy, dweights)
-        _combine_backward_kernel[grid](
-            *given, len(source), dout.shape[1], CHOICES=choices, enable_fp_fusion=False, **DOT
+        _combine_backward_kernel[(triton.cdiv(len(source), DOT_ROWS),)](
+            dout,
+            y,
+            weights,
+            source,
+            dy,
+            dweights,
+            len(source),
+            dout.shape[1],
+            CHOICES=choices,
+            ROWS=DOT_ROWS,
+            BLOCK=DOT_BLOCK,
+            num_warps=4,
+            enable_fp_fusion=False,
         )
 
 
