@@ -40,7 +40,7 @@ class Call(ContextDecorator):
     paged: Mapping | None = None
     layout: TokenLayout | None = None
     folds: Folds = field(default_factory=Folds)
-    attended: int = 0  # calls of attention through Transformers' interface
+    attended: int = 0  # calls of attention that are ours
     _known: dict[tuple, Sequences] = field(default_factory=dict)
     _outer: list = field(default_factory=list)
 

@@ -178,6 +178,7 @@ class Attention(Swapped):
             raise ValueError(f"{type(self).__name__}: attention_dropout is {dropout}, expected 0 where it trains")
         if kwargs.get("output_attentions"):
             raise ValueError(f"{type(self).__name__}: output_attentions is True, expected False: no weights are held")
+        call.attended += 1
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         q, k, v = (linear(hidden_states).view(shape) for linear in (self.q_proj, self.k_proj, self.v_proj))
         if hasattr(self, "q_norm"):
