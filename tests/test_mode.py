@@ -199,3 +199,13 @@ def test_a_layout_says_where_padding_is():
         found.append([p.main_grad.clone() for p in model.parameters()])
         grads.release()
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_half_of_a_parameter_s_columns_keeps_pytorch_s_gradient():
+    """Its main_grad would be in pieces."""
+    weight = nn.Parameter(torch.randn(6, 8))
+    weight.main_grad = torch.zeros(6, 8)
+    with batch_invariant_mode() as mode:
+        a, b = weight.chunk(2, -1)
+        (torch.ones(3, 4) @ a.T + torch.ones(3, 4) @ b.T).sum().backward()
+    assert torch.equal(weight.grad, torch.full((6, 8), 3.0)) and "chunk" in mode.report()
