@@ -7,6 +7,7 @@ import torch
 
 SAMPLE = ["deepseek_v3", "gemma2", "gpt2", "gpt_oss", "mamba", "mixtral", "opt", "qwen3_moe"]
 STOCK = {"reformer", "xlnet"}  # stock Transformers raises, in eval mode and in bf16
+QUIET = {"bigbird_pegasus", "openai-gpt"}  # told NO, for attention of their own, which drifts at no size tried here
 
 
 def families() -> list:
@@ -16,9 +17,11 @@ def families() -> list:
 
 @pytest.mark.parametrize("family", families())
 def test_what_apply_says_is_what_the_bits_say(family):
-    row = judge.judge(family)
+    row = judge.judge(family, dtypes=["fp32"])  # test_families.py has families in bf16
     if family in STOCK:
         assert row["why"].startswith("stock Transformers raised")
+    elif family in QUIET:
+        assert not any(row["says"]) and row["restored"]
     else:
         assert judge.agree(row), row
 

@@ -182,7 +182,7 @@ def _dtypes(subject: OpUnderTest, way: str) -> list[Row]:
     p, rows, step = subject.problem, [], Step(subject, "normal", [5, 3])
     for k, y in step.gradients(main_grad=way == BUFFERED).items():
         buffered = way == BUFFERED and k in p.op.shared
-        wanted = torch.float32 if buffered else p.input_dtype
+        wanted = torch.float32 if buffered else (step.tokens | step.shared)[k].dtype
         beside = buffered and k in step.in_grad
         other = y.dtype != wanted or beside
         place = f"{dtype_name(y.dtype)}{' in .grad' * beside}"
