@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from families import built
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn.utils import prune
 from transformers import Qwen3ForCausalLM
@@ -112,6 +113,24 @@ def test_a_configuration_that_two_models_share_is_no_silence():
     restore(first)
     with pytest.raises(ValueError, match="attn_implementation is 'sdpa', expected 'bi_kernels': a model that shares"):
         second(IDS)
+
+
+def test_an_adapter_of_experts_has_its_gradient_and_no_yes():
+    changes = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+    model, found = get_peft_model(built("Qwen3-MoE", 1), changes).eval(), []
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(p, std=0.1)
+    for _ in range(2):
+        model(IDS).logits.float().square().mean().backward()
+        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+        model.zero_grad()
+        if len(found) == 1:
+            with pytest.warns(UserWarning, match="Split-invariant: NO"):
+                report = apply(model)
+    assert any("a computed weight" in why for why in report.others.values())
+    assert found[0].keys() == found[1].keys()
+    assert all((found[1][n] - g).norm() <= 0.05 * g.norm() for n, g in found[0].items())
 
 
 LOST = {  # code that reads a view or a cast of a parameter, and what strict says

@@ -132,6 +132,9 @@ class Trial(ModelMode):
     def _leave(self, *_) -> None:
         if current() is not None:
             self.attended = max(self.attended, current().attended)
+            if current().folds.computed:
+                current().folds.computed = 0
+                self.meets_unknown(f"{GRADIENT}a computed weight")
         self._within.pop()
 
     def _run(self, model: nn.Module) -> list[Tensor]:
