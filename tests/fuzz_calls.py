@@ -184,6 +184,26 @@ def _shared(of: Callable[[Draw], dict]) -> Callable[[Draw], dict]:
     return shared
 
 
+def _groups(d: Draw, tokens: int) -> bi.Groups:
+    return bi.group_by_expert(d.ids((tokens, 2), 4), 4)
+
+
+def _grouped_linear(d: Draw) -> dict:
+    ends = d.ids((3,), d.size()).int().sort().values
+    k, n = d.size(), d.size()
+    return {"x": d.t(int(ends[-1]), k), "weight": d.t(3, n, k), "offsets": ends} | d.some(bias=d.t(3, n))
+
+
+def _routed_linear(d: Draw) -> dict:
+    lead, k, n = (d.size(),), d.size(), d.size()
+    return {"x": d.t(*lead, k), "experts": d.ids(lead, 3), "weight": d.t(3, n, k)} | d.some(bias=d.t(3, n))
+
+
+def _routed_sum(d: Draw) -> dict:
+    shape = d.size(), 2
+    return {"y": d.t(*shape, 8), "weights": d.t(*shape), "experts": d.ids(shape, 4)}
+
+
 CALLS: dict[str, Callable[[Draw], dict]] = {
     "silu": lambda d: {"x": d.t(*d.lead(), d.size())},
     "gelu": lambda d: {"x": d.t(*d.lead(), d.size())} | d.some(approximate="tanh"),
@@ -217,6 +237,15 @@ CALLS: dict[str, Callable[[Draw], dict]] = {
     "shifted": _with_parameter,
     "log_softmax": lambda d: {"logits": d.t(*d.lead(), d.size())},
     "attention": _attention,
+    "gated": lambda d: {"gate_up": d.t(*d.lead(), 2 * d.size())} | d.some(gate="geglu", interleaved=True),
+    "top_k": lambda d: {"scores": d.t(*d.lead(), 6), "k": d.choice((1, 2, 6))},
+    "grouped_linear": _grouped_linear,
+    "routed_linear": _routed_linear,
+    "routed_sum": _routed_sum,
+    "group_by_expert": lambda d: {"expert_ids": d.ids((d.size(), 2), 4), "experts": 4},
+    "dispatch": lambda d: {"x": d.t(n := d.size(), 8), "groups": _groups(d, n)},
+    "combine": lambda d: {"y": d.t(2 * (n := d.size()), 8), "weights": d.t(n, 2), "groups": _groups(d, n)},
+    "batch_invariant_mode": lambda d: d.some(strict=True),
     "TokenLayout": _layout,
     "TokenLayout.packed": _packed,
     "TokenLayout.padded": _padded,

@@ -172,6 +172,9 @@ def odd(d: Draw, name: str, value: object) -> tuple[str, object]:
         part = d.choice(("cos", "sin"))
         kind, other = odd_tensor(d, getattr(value, part))
         return f"{part} {kind}", value._replace(**{part: other})
+    if isinstance(value, bi.Groups):  # which nobody makes but group_by_expert
+        value = d.choice(ANYTHING)
+        return f"{type(value).__name__}", value
     if name in ("parameters", "tied") and value:
         return _odd_parameters(d, value)
     if isinstance(value, (list, tuple, np.ndarray)) and len(value):

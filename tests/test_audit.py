@@ -79,7 +79,7 @@ def test_a_candidate_that_sees_how_its_tensors_lie_is_found():
 def test_every_control_is_caught():
     session = start("elementwise", {})
     found = session.controls()
-    assert len(found) == len([c for c in CONTROLS if c.audit == "elementwise" and not c.gpu]) > 0
+    assert len(found) == len([c for c in broken.EVERY if c.audit == "elementwise" and not c.gpu]) > 0
     assert not [r.candidate for r in found if not r.caught] and all(r.control for r in found)
     assert not session.failures and not session.passed, "controls alone are no verdict"
     session.add([replace(found[0], control=False, verdict=PASS)])
@@ -352,8 +352,8 @@ def test_a_wrong_parameter_is_one_clear_sentence(audit, given, words):
 @pytest.mark.parametrize(
     "given, functions",
     [
-        ({}, ["linear", "linear_bias", "matmul"]),
-        ({"candidate": "torch"}, ["linear", "linear_bias", "matmul"]),
+        ({}, ["linear", "linear_bias", "routed_linear", "routed_linear_bias", "matmul"]),
+        ({"candidate": "torch"}, ["linear", "linear_bias", "routed_linear", "routed_linear_bias", "matmul"]),
         ({"op": "matmul"}, ["matmul"]),
         ({"candidate": "torch:mm", "op": "matmul"}, ["matmul"]),
         ({"candidate": "torch.nn.functional:linear"}, ["linear"]),

@@ -251,6 +251,7 @@ PLAIN = {  # op: the op in plain fp32 torch
     "linear_bias": lambda x, weight, bias: F.linear(x, weight, bias),
     "matmul": lambda a, b: a @ b,
     "routed_linear": lambda x, experts, weight: (x[:, None] @ weight[experts].mT)[:, 0],
+    "routed_linear_bias": lambda x, experts, weight, bias: (x[:, None] @ weight[experts].mT)[:, 0] + bias[experts],
     "routed_sum": lambda y, weights, experts: torch.einsum("tkh,tk->th", y, weights),
     "rms_norm": normed,
     "qk_norm": normed,

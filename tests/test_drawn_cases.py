@@ -20,8 +20,9 @@ from bi_kernels.contract import DTYPES
 
 LAYOUT_ARGUMENTS = "table positions cu_seqlens cu_seqlens_q cu_seqlens_k lengths_q lengths_k left_padded block_table"
 CPU, BF16 = torch.device("cpu"), DTYPES["bf16"]
-# of the casts' dtype each is an audit of its own
-OF_ITSELF = {"cast": {"dtype"}}
+# what says the dtype of a result, or which of x's dimensions are a token's: each has tests of its own
+OF_ITSELF = {"cast": {"dtype"}} | {name: {"out_dtype"} for name in ("row_sum", "softmax", "log_softmax")}
+OF_ITSELF |= {"layer_norm": {"heads"}, "scaled": {"features"}, "shifted": {"features"}}
 
 
 def public(op):

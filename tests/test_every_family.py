@@ -1,13 +1,12 @@
-"""What `apply` says of every decoder family is what the bits say; some in the ordinary run, each where marked slow."""
+"""What `apply` says of every decoder family is what the bits say; eight in the ordinary run, the others marked slow."""
 
 import judge
 import pytest
 import tiny
 import torch
-from test_families import drifting_hook
 
-SAMPLE = ["cohere2", "deepseek_v3", "gemma2", "gpt2", "gpt_oss", "granitemoe", "mamba", "mixtral", "opt", "qwen3_moe"]
-STOCK = {"reformer", "xlnet"}  # stock Transformers raises in bf16
+SAMPLE = ["deepseek_v3", "gemma2", "gpt2", "gpt_oss", "mamba", "mixtral", "opt", "qwen3_moe"]
+STOCK = {"reformer", "xlnet"}  # stock Transformers raises, in eval mode and in bf16
 
 
 def families() -> list:
@@ -19,17 +18,20 @@ def families() -> list:
 def test_what_apply_says_is_what_the_bits_say(family):
     row = judge.judge(family)
     if family in STOCK:
-        assert row["why"].startswith("stock Transformers raised RuntimeError")
+        assert row["why"].startswith("stock Transformers raised")
     else:
         assert judge.agree(row), row
 
 
 def test_the_judge_sees_a_yes_whose_bits_differ(monkeypatch):
-    """Its control: a hook that `apply` does not see."""
+    """Its control: a hook that `apply` does not see, and that shows in fp32 alone."""
+
+    def drifting(module, args, y):
+        return y * (1 + 2.0**-20) if y.shape[:-1].numel() > 40 else y
 
     def built(name, **given):
         model = made(name, **given)
-        model.model.layers[1].mlp.up_proj.register_forward_hook(drifting_hook)
+        model.model.layers[1].mlp.up_proj.register_forward_hook(drifting)
         return model
 
     made = tiny.built
@@ -49,7 +51,7 @@ def test_the_judge_sees_what_restore_leaves_behind(monkeypatch):
 
 
 def test_a_layout_that_means_something_else_is_not_asked():
-    asked, why = judge.meant("bart")
+    asked, why = judge.meant(tiny.built("bart", dtype=torch.float32))
     assert "padded right" in asked and "padded left" in why, "it counts positions from the row's begin"
 
 
@@ -58,6 +60,6 @@ def test_every_family_is_found_and_its_parameters_are_drawn():
     assert len(found) > 150 and {"qwen3", "gpt_oss", "deepseek_v3", "gemma4_text"} <= {*found}
     model = tiny.built("qwen3_moe")
     assert tiny.is_mixture(model) and not tiny.is_mixture(tiny.built("qwen3"))
-    assert all(float(p.float().std()) > 0 for p in model.parameters())
+    assert all(float(p.detach().float().std()) > 0 for p in model.parameters())
     again = tiny.built("qwen3_moe").state_dict()
     assert all(torch.equal(t, again[n]) for n, t in model.state_dict().items())

@@ -141,6 +141,21 @@ def test_a_row_has_its_bits_whatever_the_batch(name, dtype):
         assert is_near(whole, call(x, w))
 
 
+def test_complex_products_have_their_bits_wherever_they_lie():
+    """A CPU fuses them, but not at the end of a tensor: rotary embeddings of DeepSeek-V2 are such products."""
+    g = torch.Generator().manual_seed(0)
+    a, b, dy = (torch.randn(40, 2, generator=g) for _ in range(3))
+
+    def product(n: int) -> Tensor:
+        x = a[:n].clone().requires_grad_()
+        with batch_invariant_mode():
+            y = torch.view_as_real(torch.view_as_complex(x) * torch.view_as_complex(b[:n]))
+        y.backward(dy[:n])
+        return torch.cat([y.detach(), x.grad], 1)
+
+    assert all(torch.equal(product(n), product(40)[:n]) for n in (1, 3, 5, 7))
+
+
 def test_ties_are_broken_by_index():
     with batch_invariant_mode():
         at = torch.tensor([[1.0, 3.0, 3.0, 3.0, 2.0]]).topk(2).indices
@@ -184,3 +199,13 @@ def test_a_layout_says_where_padding_is():
         found.append([p.main_grad.clone() for p in model.parameters()])
         grads.release()
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_half_of_a_parameter_s_columns_keeps_pytorch_s_gradient():
+    """Its main_grad would be in pieces."""
+    weight = nn.Parameter(torch.randn(6, 8))
+    weight.main_grad = torch.zeros(6, 8)
+    with batch_invariant_mode() as mode:
+        a, b = weight.chunk(2, -1)
+        (torch.ones(3, 4) @ a.T + torch.ones(3, 4) @ b.T).sum().backward()
+    assert torch.equal(weight.grad, torch.full((6, 8), 3.0)) and "chunk" in mode.report()

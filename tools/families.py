@@ -42,11 +42,12 @@ PREFACE = """\
 backward; {mixtures} of them are mixtures of experts.** {half} more are batch-invariant only. {no} are not, and
 `apply` says why. Verdict and bits disagree in {odd} families.
 
-`python tools/families.py` writes this page. It builds each family from its configuration: random weights in
-bf16, two layers or one of each kind, hidden size 64, 8 experts. On the Triton interpreter, it compares raw bits
-of each sequence alone with those padded left and right, packed, prefilled in chunks, decoded and generated, and
-gradients over two splits. It skips a layout in which stock Transformers, in fp32, computes something else: Bart,
-for example, counts positions from the row's begin. `restore` must give back stock's bits.
+`python tools/families.py` writes this page. It builds each family from its configuration: random weights, two
+layers or one of each kind, hidden size 64, 8 experts. On the Triton interpreter, it compares raw bits of each
+sequence alone with those padded left and right, packed, prefilled in chunks and decoded, and gradients over two
+splits, in {dtypes}. It skips a layout in which stock Transformers,
+in fp32, computes something else: Bart, for example, counts positions from the row's begin. `restore` must give
+back stock's bits.
 """
 
 
@@ -58,12 +59,12 @@ def digest() -> str:
     return code.hexdigest()[:16]
 
 
-def _child(name: str, device: str, pipe) -> None:
+def _child(name: str, device: str, dtypes: list[str], pipe) -> None:
     torch.set_num_threads(1)
-    pipe.send(judge(name, device))
+    pipe.send(judge(name, device, dtypes))
 
 
-def rows(names: list[str], jobs: int, device: str) -> Iterator[dict]:
+def rows(names: list[str], jobs: int, device: str, dtypes: list[str]) -> Iterator[dict]:
     """Yields a row for each family, judged by `jobs` processes at a time."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["judge"])
@@ -71,7 +72,7 @@ def rows(names: list[str], jobs: int, device: str) -> Iterator[dict]:
     while waiting or running:
         while waiting and len(running) < jobs:
             name, (here, there) = waiting.pop(0), context.Pipe(duplex=False)
-            process = context.Process(target=_child, args=(name, device, there))
+            process = context.Process(target=_child, args=(name, device, dtypes, there))
             process.start()
             there.close()
             running[name] = process, here, time.monotonic()
@@ -102,30 +103,38 @@ def said(row: dict) -> str:
 
 
 def drift(row: dict) -> str:
-    """Returns where bits differ, as "padded left 0.21 %, gradients in 0.6 %"."""
-    found = []
-    for c in row["checks"]:
-        name = "gradients" if c["gradient"] else c["name"].split(" against")[0].removesuffix(" in a batch")
-        if c["error"]:
-            found.append(f"{name} {c['error']}")
-        elif c["differ"]:
-            found.append(f"{name} {max(100 * c['differ'] / c['elements'], 0.1):.1f} %")
-    return ", ".join(found) or "0 bits differ"
+    """Returns where bits differ, as "padded left 21 %, gradients 0.6 %": in fp32 where they do, else in bf16."""
+    for dtype in ("float32", "bfloat16"):
+        found = []
+        for c in row["checks"]:
+            name = "gradients" if c["gradient"] else c["name"].split(" against")[0].removesuffix(" in a batch")
+            if c["dtype"] == dtype and c["error"]:
+                found.append(f"{name} {c['error']}")
+            elif c["dtype"] == dtype and c["differ"]:
+                found.append(f"{name} {max(100 * c['differ'] / c['elements'], 0.1):.1f} %")
+        if found:
+            return ", ".join(found)
+    return "0 bits differ"
+
+
+def _reasons(row: dict) -> list[str]:
+    """Returns why modules or gradients are left to PyTorch, each reason once, without the modules that never run."""
+    lines = row["report"].partition("Left to PyTorch:")[2].splitlines()
+    found = [re.split(r"  +", line.strip().partition(" × ")[2], maxsplit=1)[-1] for line in lines if " × " in line]
+    ran = [r for r in dict.fromkeys(found) if "trial call did not" not in r]
+    short = [r.replace(": no batch-invariant form is known", "") for r in ran or dict.fromkeys(found)]
+    return short or [r for line in row["report"].splitlines()[:2] for r in line.partition("NO. ")[2:] if r]
 
 
 def _why(row: dict) -> str:
-    """Returns the reason that `apply` gives for NO."""
-    for line in row["report"].splitlines()[:2]:
-        if "NO. " in line:
-            return line.partition("NO. ")[2]
-    return ""
+    return "; ".join(_reasons(row))
 
 
 def _table(head: tuple[str, ...], found: list[tuple[str, ...]]) -> str:
     return "\n".join(f"| {' | '.join(r)} |" for r in (head, (":--",) * len(head), *found))
 
 
-def page(judged: list[dict], left_out: dict[str, str]) -> str:
+def page(judged: list[dict], left_out: dict[str, str], dtypes: list[str]) -> str:
     """Returns docs/families.md."""
     asked = [r for r in judged if "says" in r]
     yes = [r for r in asked if all(r["says"])]
@@ -134,13 +143,14 @@ def page(judged: list[dict], left_out: dict[str, str]) -> str:
     failed = [r for r in judged if "says" not in r]
     odd = [r for r in asked if not agree(r)]
     mixtures = sum(r["mixture"] for r in yes)
-    lacks = Counter(part for r in no for part in _parts(_why(r)))
+    lacks = Counter(part for r in no for part in _reasons(r))
     name = lambda r: f"`{r['family']}`" + (", experts" if r["mixture"] else "")
     given = {"yes": len(yes), "of": len(judged), "mixtures": mixtures, "version": transformers.__version__}
+    given["dtypes"] = " and ".join(dtypes) + (", and what a batch generates in bf16" if "bf16" in dtypes else "")
     text = [PREFACE.format(**given, odd=len(odd), no=len(no), half=len(half))]
     if lacks:
         common = [(what, str(n)) for what, n in lacks.most_common(12)]
-        text += ["## What the others lack\n", _table(("still PyTorch's", "families"), common), ""]
+        text += ["## What the others lack\n", _table(("left to PyTorch", "families"), common), ""]
     if odd:
         text += ["## Verdict and bits disagree\n"]
         text += [_table(("family", "`apply` says", "bits"), [(name(r), _says(r), drift(r)) for r in odd]), ""]
@@ -166,21 +176,16 @@ def _says(row: dict) -> str:
     return "/".join(("NO", "yes")[v] for v in row["says"])
 
 
-def _parts(why: str) -> list[str]:
-    """Splits "Attention, experts and RMSNorm are still PyTorch's." into its parts."""
-    listed = re.sub(r" (is|are) still PyTorch's.*", "", why)
-    return [p[:1].lower() + p[1:] if p[1:2].islower() else p for p in re.split(", | and ", listed)]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("families", nargs="*", help="model types, as qwen3_moe; all where none is given")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes at a time")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda prints, and writes no page")
+    parser.add_argument("--dtypes", nargs="+", choices=("fp32", "bf16"), default=["fp32", "bf16"])
     parser.add_argument("--again", action="store_true", help="judges every family anew")
     given = parser.parse_args()
     keeps = not given.families and given.device == "cpu"
-    every, now = list(tiny.families()), digest()
+    every, now = list(tiny.families()), f"{digest()} {' '.join(given.dtypes)}"
     if unknown := sorted(set(given.families) - set(every)):
         parser.error(f"families: {', '.join(unknown)} unknown, expected some of {', '.join(every)}")
     known = {}
@@ -191,7 +196,7 @@ def main() -> None:
         ROWS.parent.mkdir(exist_ok=True)
         ROWS.write_text("".join(json.dumps(r) + "\n" for r in known.values()))
     done, total = len(known), len(known) + len(names)
-    for row in rows(names, given.jobs, given.device):
+    for row in rows(names, given.jobs, given.device, given.dtypes):
         done += 1
         print(f"{done}/{total} {said(row)}", flush=True)
         if given.families:
@@ -201,7 +206,7 @@ def main() -> None:
             with ROWS.open("a") as file:
                 file.write(json.dumps(row | {"code": now}) + "\n")
     if keeps:
-        PAGE.write_text(page([known[n] for n in every if n in known], tiny.left_out()))
+        PAGE.write_text(page([known[n] for n in every if n in known], tiny.left_out(), given.dtypes))
 
 
 if __name__ == "__main__":

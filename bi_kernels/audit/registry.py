@@ -49,7 +49,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 # what several ops share
 _ROPE = {"function": "rope", "row": "rope", "positions": True, "ieee": True, "multiples": {"head_dim": 2}}
 _LINEAR = {"row": "linear", "reduction": "K", "integers": True}
-_NORM = {"constants": {"eps": EPS}, "reduction": "hidden", "arguments": {"eps": (2.0**-40, 2.0**-17, 0.5)}}
+_EPS = {"eps": (2.0**-40, 2.0**-17, 0.5)}
+_NORM = {"constants": {"eps": EPS}, "reduction": "hidden", "arguments": _EPS | {"offset": (0.0, 1.0)}}
 _LOGPROB = {
     "outputs": ("out:fp32",),
     "constants": {"temperature": 0.7, "ignore_index": 3},
@@ -134,6 +135,15 @@ _EVERY = (
         cases=_expert,
         **_LINEAR | {"row": "routed_linear"},
     ),
+    Op(
+        "routed_linear_bias",
+        "gemm",
+        {"x": "K", "experts": "experts:id"},
+        {"weight": "experts, N, K", "bias": "experts, N"},
+        function="routed_linear",
+        cases=_expert,
+        **_LINEAR | {"row": "routed_linear"},
+    ),
     Op("rms_norm", "rms_norm", {"x": "hidden"}, {"weight": "hidden"}, **_NORM),
     Op(
         "qk_norm",
@@ -151,7 +161,9 @@ _EVERY = (
         function="rms_norm",
         **_NORM | {"constants": {"eps": EPS, "offset": 1.0}},
     ),
-    Op("layer_norm", "rms_norm", {"x": "hidden"}, {"weight": "hidden", "bias": "hidden"}, **_NORM),
+    Op(
+        "layer_norm", "rms_norm", {"x": "hidden"}, {"weight": "hidden", "bias": "hidden"}, **_NORM | {"arguments": _EPS}
+    ),
     Op(
         "row_sum", "rms_norm", {"x": "mlp"}, reduction="mlp", constants={"scale": 0.3}, arguments={"scale": (1.0, -2.0)}
     ),

@@ -106,7 +106,13 @@ class Session:
     ) -> OpUnderTest:
         """Returns one op at its first case: this package's, or another's function."""
         problem = self.problem(op, next(iter(OPS[op].cases(self.parameters["shapes"]))), dtype)
-        return OpUnderTest(problem, function or getattr(bi_kernels, op), candidate, self.device_label, self.command)
+        return OpUnderTest(
+            problem,
+            function or getattr(bi_kernels, problem.op.function or op),
+            candidate,
+            self.device_label,
+            self.command,
+        )
 
     def judge(
         self,

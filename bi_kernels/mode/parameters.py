@@ -75,11 +75,19 @@ def view(mode: TorchFunctionMode, func: Callable, p: object, /, *args, **kwargs)
         return NotImplemented
     out = func(p.detach(), *args, **kwargs)
     grads = func(p.main_grad, *args, **kwargs)
-    for part, grad in zip(*((t,) if isinstance(t, Tensor) else t for t in (out, grads))):
-        if grad.untyped_storage().data_ptr() != p.main_grad.untyped_storage().data_ptr():
-            return unknown(mode, func)
+    pairs = [*zip(*((t,) if isinstance(t, Tensor) else t for t in (out, grads)))]
+    if not all(_is_folded_into(grad, p.main_grad) for _, grad in pairs):
+        mode.meets_unknown(f"the gradient of {func.__name__} of a parameter")
+        return NotImplemented
+    for part, grad in pairs:
         with_grad(part, grad)
     return out
+
+
+def _is_folded_into(grad: Tensor, main_grad: Tensor) -> bool:
+    """Tells whether ops may fold into a view of a main_grad: it lies in one piece, perhaps transposed."""
+    whole = grad.is_contiguous() or grad.dim() == 2 and grad.t().is_contiguous()
+    return whole and grad.untyped_storage().data_ptr() == main_grad.untyped_storage().data_ptr()
 
 
 def cast(mode: TorchFunctionMode, func: Callable, p: object, /, *args, **kwargs):
@@ -95,8 +103,14 @@ def cast(mode: TorchFunctionMode, func: Callable, p: object, /, *args, **kwargs)
     return with_grad(out, p.main_grad)
 
 
+COMPLEX = ("mul", "__mul__", "multiply", "__rmul__")  # whose products a CPU fuses, but not at the end of a tensor
+
+
 def elementwise(mode: TorchFunctionMode, func: Callable, /, *args, **kwargs):
     tensors = [t for t in args if isinstance(t, Tensor)]
+    if func.__name__ in COMPLEX and any(t.dtype == torch.complex64 and t.device.type == "cpu" for t in tensors):
+        double = [t.to(torch.complex128) if isinstance(t, Tensor) and t.is_complex() else t for t in args]
+        return func(*double, **kwargs).to(torch.complex64)
     if len(tensors) < 2:
         return _shifted(mode, func, *args) if tensors and not kwargs else NotImplemented
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):

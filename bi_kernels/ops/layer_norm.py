@@ -141,9 +141,25 @@ def _gradient(x, weight, mean, rstd, dy, layout, heads: int, dx, dw, db, continu
     if slabs:
         blocks, tokens = blocks_of(width), x.numel() // (width * heads)
         slots = None if layout.identity else layout.slots_on(x.device)
-        given = x, weight, mean, rstd, dy, slots, dx, of_weight, of_bias
-        flags = {"HEADS": heads, "SLAB": SLAB, "STAGES": stages_of(blocks, x, dy), "enable_fp_fusion": False}
-        _layer_norm_backward_kernel[(slabs,)](*given, tokens, width, float(width), **flags, **blocks)
+        _layer_norm_backward_kernel[(slabs,)](
+            x,
+            weight,
+            mean,
+            rstd,
+            dy,
+            slots,
+            dx,
+            of_weight,
+            of_bias,
+            tokens,
+            width,
+            float(width),
+            HEADS=heads,
+            SLAB=SLAB,
+            STAGES=stages_of(blocks, x, dy),
+            enable_fp_fusion=False,
+            **blocks,
+        )
     for partial, out, continues in ((of_weight, dw, continues_w), (of_bias, db, continues_b)):
         if out is not None:
             fold_partials(partial, out if continues else None, out)

@@ -65,9 +65,10 @@ def _fold(g, factor, layout, out, continues: bool) -> None:
     if width and slabs:
         slots = None if layout.identity else layout.slots_on(g.device)
         block = min(COLUMNS, triton.next_power_of_2(width))
-        options = {"SLAB": SLAB, "BLOCK": block, "num_warps": WARPS, "enable_fp_fusion": False}
-        grid = slabs, triton.cdiv(width, block)
-        _slab_sums_kernel[grid](g, factor, slots, partial, len(g), width, **options)
+        given = g, factor, slots, partial, len(g), width
+        _slab_sums_kernel[slabs, triton.cdiv(width, block)](
+            *given, SLAB=SLAB, BLOCK=block, num_warps=WARPS, enable_fp_fusion=False
+        )
     if width:
         flat = out.view(-1)
         fold_partials(partial, flat if continues else None, flat)

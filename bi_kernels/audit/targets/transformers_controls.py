@@ -23,6 +23,11 @@ def _halves_for_few_rows(self: nn.Linear, x: Tensor) -> Tensor:
     return F.linear(a, v) + F.linear(b, w)
 
 
+def _of_a_scaled_weight(self: nn.Linear, x: Tensor) -> Tensor:
+    """Scales the weight first, whose gradient PyTorch then adds up."""
+    return F.linear(x, self.weight * 1)
+
+
 def _other_in_training(self: nn.Linear, x: Tensor) -> Tensor:
     """This package's linear, but for another result where a gradient is wanted."""
     y = bi_kernels.linear(x, self.weight)
@@ -107,7 +112,7 @@ _HALVES, _FORGETTING = _down(_halves_for_few_rows), _in("singles", between=_forg
 CONTROLS = (
     Control("a report that names one module less", Relation.CONTRACTED, _a_module_lost),
     Control("a linear that adds two halves of K for few rows", Relation.INVARIANCE, _in("singles", _HALVES)),
-    Control("a linear that apply left to PyTorch", Relation.GRADIENT, _in("singles", _down(nn.Linear.forward))),
+    Control("a gradient that apply left to PyTorch", Relation.GRADIENT, _in("singles", _down(_of_a_scaled_weight))),
     Control("a layer that trains otherwise", Relation.INVARIANCE, _in("permuted", _down(_other_in_training))),
     Control("folds that begin anew from .grad in every micro-batch", Relation.GRADIENT, _FORGETTING),
     Control("a layer without one of its norms", Relation.ACCURACY, _changed("llama", _without_a_norm)),

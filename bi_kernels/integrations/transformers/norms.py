@@ -15,6 +15,9 @@ CLOSE = 2.0**-18  # of the largest number of a row, in fp32
 EPS = "variance_epsilon", "eps", "epsilon", "norm_eps", "rms_norm_eps"  # where modules keep it
 
 
+_known: dict[tuple, "Norm | None"] = {}
+
+
 @dataclass(frozen=True)
 class Norm:
     """A norm over the last dimension: rms_norm, or layer_norm if it is centred."""
@@ -39,12 +42,22 @@ def _candidates(module: nn.Module) -> Iterator[Norm]:
         yield Norm(True, eps)
 
 
-@torch.no_grad()
 def recognised(module: nn.Module) -> Norm | None:
     """Returns the norm that a module computes; None if it computes something else, or has parts.
 
-    Compares it in fp32 with our ops on random rows, with random parameters, and its result's dtype with that of x.
+    Compares it in fp32 with our ops on random rows, with random parameters, and its result's dtype with that of x; once
+    for modules of one class that hold the same numbers.
     """
+    numbers = [(k, v) for k, v in vars(module).items() if isinstance(v, (bool, int, float, str))]
+    parameters = [(k, p.shape, p.dtype, p.device) for k, p in module.named_parameters()]
+    kind = type(module), type(module).forward, *sorted(numbers), *parameters
+    if kind not in _known:
+        _known[kind] = _recognised(module)
+    return _known[kind]
+
+
+@torch.no_grad()
+def _recognised(module: nn.Module) -> Norm | None:
     parameters = {name: p for name, p in module.named_parameters() if p is not None}
     weight = parameters.get("weight")
     if weight is None or weight.dim() != 1 or len(weight) < 2 or not parameters.keys() <= {"weight", "bias"}:

@@ -5,16 +5,13 @@ A program folds one tile of one expert. Blocks of BLOCK_T places come first, and
 of the next expert is read. An expert without places keeps what it has.
 """
 
-from collections.abc import Callable
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from bi_kernels.checks import ensure_cuda_context, is_hopper
-from bi_kernels.compat import descriptor, is_recorded
+from bi_kernels.checks import ensure_cuda_context
+from bi_kernels.compat import descriptor
 from bi_kernels.launch import Launch, cached, jit
 from bi_kernels.op import writes
 from bi_kernels.ops.gemm.cost import Tile
@@ -22,7 +19,6 @@ from bi_kernels.ops.gemm.kernel import FP32_TILE, tma_ready
 from bi_kernels.ops.grouped.rows import gather_rows
 from bi_kernels.tokens import SLAB, consume_zero_flag
 
-RING = False  # whether sm_90 goes on from main_grad by the ring of hopper.py, which gives the same bits
 FEW, MANY = Tile(64, 128, 64, 4, 4), Tile(128, 128, 64, 8, 3)  # by the width of the gradient
 INTERPRETED = Tile(64, 64, 64, 4, 4)
 
@@ -99,13 +95,6 @@ def _launch_for(
     return Launch(_fold_kernel, device.index, grid, M, N, **blocks, **how), tile
 
 
-@cache
-def _ring() -> Callable:
-    from bi_kernels.ops.grouped.hopper import fold as fold_by_ring  # noqa: PLC0415  (the interpreter knows no Gluon)
-
-    return fold_by_ring
-
-
 def fold(a: Tensor, b: Tensor, ends: Tensor, out: Tensor, continues: bool, keeps: bool) -> None:
     """out (experts, M, N) = Σ a[t]ᵀ b[t], a (places, M), b (places, N), ends (experts,) int32, multiples of 16: the end
     of each expert's places. continues: on from what is there; keeps: out holds the result of no place."""
@@ -115,9 +104,6 @@ def fold(a: Tensor, b: Tensor, ends: Tensor, out: Tensor, continues: bool, keeps
     if not len(a):
         if not keeps:
             out.zero_()
-        return
-    if RING and keeps and is_hopper(a.device) and a.dtype.itemsize == 2 and not is_recorded():
-        _ring()(a, b, ends, out, continues)
         return
     run, tile = _launch_for((experts, M, N), a.dtype, a.device, continues, keeps)
     a, b = ensure_cuda_context(tma_ready(a)), tma_ready(b)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bi_kernels.checks import check, check_plain
+from bi_kernels.checks import aligned, check, check_plain
 from bi_kernels.compat import INTERPRETED
 from bi_kernels.contract import check_dtype
 from bi_kernels.launch import jit
@@ -20,7 +20,7 @@ from bi_kernels.ops.grouped.groups import Groups
 from bi_kernels.scalars import truncated_repr
 
 ELEMENTS, WARPS = 32768 if INTERPRETED else 2048, 4  # that one program copies or adds
-DOT = {"ROWS": 16 if INTERPRETED else 1, "BLOCK": 1024, "num_warps": 4}  # of a gradient's sum, for every call the same
+DOT_ROWS, DOT_BLOCK = 16 if INTERPRETED else 1, 1024  # of a gradient's sum, for every call the same
 FAR = tl.constexpr(2**31 - 1)
 
 
@@ -124,13 +124,23 @@ def gather_rows(x: Tensor, index: Tensor, divisor: int = 1, end: Tensor | None =
 
 
 def _summed(y, weights, rows) -> Tensor:
-    tokens, choices = rows.shape
+    tokens = len(rows)
     out = y.new_empty(tokens, y.shape[1])
     if out.numel():
         y, weights = y.contiguous(), None if weights is None else weights.contiguous()
         grid, options = _blocks(tokens, y.shape[1])
-        options |= {"CHOICES": choices, "ROOM": triton.next_power_of_2(choices), "enable_fp_fusion": False}
-        _combine_kernel[grid](y, weights, rows, out, tokens, y.shape[1], **options)
+        _combine_kernel[grid](
+            y,
+            weights,
+            rows,
+            out,
+            tokens,
+            y.shape[1],
+            CHOICES=rows.shape[1],
+            ROOM=triton.next_power_of_2(rows.shape[1]),
+            enable_fp_fusion=False,
+            **options,
+        )
     return out
 
 
@@ -171,20 +181,30 @@ def _fake_combined(y, weights, rows, source):
 @writes("dy", "dweights")
 def _combine_gradients(dout, y, weights, source, dy, dweights, choices: int) -> None:
     if len(source) and dout.shape[1]:
-        grid, given = (triton.cdiv(len(source), DOT["ROWS"]),), (dout, y, weights, source, dy, dweights)
-        _combine_backward_kernel[grid](
-            *given, len(source), dout.shape[1], CHOICES=choices, enable_fp_fusion=False, **DOT
+        _combine_backward_kernel[(triton.cdiv(len(source), DOT_ROWS),)](
+            dout,
+            y,
+            weights,
+            source,
+            dy,
+            dweights,
+            len(source),
+            dout.shape[1],
+            CHOICES=choices,
+            ROWS=DOT_ROWS,
+            BLOCK=DOT_BLOCK,
+            num_warps=4,
+            enable_fp_fusion=False,
         )
 
 
 def _combine_backward(ctx, dout):
     y, weights, rows, source = ctx.saved_tensors if ctx.weighted else (None, None, *ctx.saved_tensors)
-    dout = dout.contiguous()
     if weights is None:
-        return _dispatch_op.raw(dout, rows, source, rows.shape[1]), None, None, None
+        return _dispatch_op.raw(dout.contiguous(), rows, source, rows.shape[1]), None, None, None
     dy = torch.empty_like(y, memory_format=torch.contiguous_format) if ctx.needs_input_grad[0] else None
     dweights = weights.new_zeros(weights.shape) if ctx.needs_input_grad[1] else None
-    _combine_gradients(dout, y.contiguous(), weights.contiguous(), source, dy, dweights, rows.shape[1])
+    _combine_gradients(aligned(dout), aligned(y), weights.contiguous(), source, dy, dweights, rows.shape[1])
     return dy, dweights, None, None
 
 
