@@ -41,7 +41,7 @@ def test_a_parameter_that_is_called_and_read_is_used_twice():
 
 
 @pytest.mark.parametrize("forward, said", [
-    (lambda self, x: self.lin(x) - (x.mean(0, keepdim=True) * torch.empty(1).uniform_() if self.training else 0),
+    (lambda self, x: self.lin(x) * (torch.empty_like(x).uniform_(0.9, 1.1) if self.training else 1),
      "uniform_: no batch-invariant form"),
     (lambda self, x: self.lin(x) + F.pad(x, (0, 0, 1, -1)), ""),
 ], ids=["noise in training", "the token before"])  # fmt: skip

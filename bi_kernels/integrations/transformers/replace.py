@@ -125,7 +125,6 @@ def apply(
                 plan = {n: (modules.Model if k is modules.LanguageModel else k, w) for n, (k, w) in plan.items()}
                 _swap(named, plan, done)
                 trial = Trial(model, stock)
-                why = trial.error or why
             if trial.error:
                 plan = {n: (k, f"{w}, and {why}" if w == UNKNOWN else w) for n, (k, w) in plan.items()}
                 trial = None
