@@ -11,9 +11,11 @@ from bi_kernels.mode.parameters import (
     OP,
     Expanded,
     adopted,
+    computed,
     elementwise,
     expanded,
     is_parameter,
+    left,
     total_of,
     unknown,
     view,
@@ -43,7 +45,7 @@ class _Sum(torch.autograd.Function):
 def reduce(mean: bool) -> Callable:
     def route(mode, func, x, dim=None, keepdim=False, *, dtype=None, out=None):
         if x.dtype not in FLOATS or dtype not in (None, *FLOATS):
-            return NotImplemented
+            return unknown(mode, func) if x.dtype == torch.float64 or x.is_complex() else NotImplemented
         if dim is None and out is None:  # of all that a call has, as a loss
             return unknown(mode, func) if x.dim() and mode.in_trial else NotImplemented
         if out is not None or x.dim() == 0:
@@ -109,6 +111,7 @@ def product(mode, x: Tensor, w: Tensor, bias: Tensor | None, across: bool):
     """x (..., K) times w (N, K), or (K, N) if `across`; NotImplemented for what is no such product."""
     for t in (x, w, bias):
         adopted(mode, t)
+    computed(mode, *((w, bias) if x.dim() > 2 or not across else ()))
     x, w, bias = _autocast(x, w, bias)
     if x.dtype not in FLOATS or w.dtype != x.dtype or w.dim() != 2 or x.dim() < 1:
         return NotImplemented
@@ -123,11 +126,13 @@ def product(mode, x: Tensor, w: Tensor, bias: Tensor | None, across: bool):
 
 
 def linear(mode, func, x, weight, bias=None):
+    mode.meets_sum(x.shape[-1])
     out = product(mode, x, weight, bias, across=False)
     return unknown(mode, func) if out is NotImplemented else out
 
 
-def matmul(mode, func, a, b, out=None):
+def matmul(mode, func, a, b=None, out=None, *, mat2=None):
+    b = mat2 if b is None else b
     if func.__name__ == "__rmatmul__":
         a, b = b, a
     if out is not None or a.dtype not in FLOATS:
@@ -208,6 +213,7 @@ def layer_norm(mode, func, x, normalized_shape, weight=None, bias=None, eps=1e-5
         return unknown(mode, func)
     for t in (weight, bias):
         adopted(mode, t)
+    computed(mode, weight, bias)
     with _rows(x.shape[:-1]):
         return layer_norms.layer_norm(x, weight, bias, eps)
 
@@ -216,6 +222,7 @@ def rms_norm(mode, func, x, normalized_shape, weight=None, eps=None):
     if len(normalized_shape) != 1 or x.dtype not in FLOATS:
         return unknown(mode, func)
     adopted(mode, weight)
+    computed(mode, weight)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     with _rows(x.shape[:-1]):
         return norms.rms_norm(x, weight, eps)
@@ -227,11 +234,15 @@ def embedding(
     if max_norm is not None or scale_grad_by_freq or sparse or weight.dtype not in FLOATS:
         return unknown(mode, func)
     adopted(mode, weight, embedding=True)
+    computed(mode, weight)
     with _rows(ids.shape):
         return look_up(ids, weight, padding_idx)
 
 
-def attention(mode, func, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+def attention(
+    mode, func, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+):
+    q, k, v = query, key, value
     known = attn_mask is None and not dropout_p and q.dim() == 4 and (not is_causal or q.shape[2] == k.shape[2])
     if not known or q.dtype not in FLOATS or max(q.shape[-1], v.shape[-1]) > 256:
         return unknown(mode, func)
@@ -270,9 +281,11 @@ def exact(mode, func, x, /, *args, **kwargs):
 
 def smooth(mode, func, x, /, *args, **kwargs):
     """A function that a CPU computes by other code at the end of a tensor, one ULP apart: in fp64, rounded once."""
-    if x.device.type != "cpu" or x.dtype not in FLOATS or kwargs.get("out") is not None:
+    if x.device.type != "cpu" or x.dtype not in FLOATS or kwargs.get("out") is not None or kwargs.get("inplace"):
         return NotImplemented
-    return func(x.double(), *args, **{k: v for k, v in kwargs.items() if k != "inplace"}).to(x.dtype)
+    y = func(x.double(), *args, **{k: v for k, v in kwargs.items() if k != "inplace"}).to(x.dtype)
+    left(mode, func, (x,), y)
+    return y
 
 
 def repeat(mode, func, x, *sizes):

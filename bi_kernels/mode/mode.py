@@ -21,7 +21,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from bi_kernels.mode import functions, parameters
-from bi_kernels.mode.parameters import OP, unknown
+from bi_kernels.mode.parameters import OP, left, unknown
 from bi_kernels.ops import logprob, rows
 
 
@@ -40,12 +40,16 @@ class batch_invariant_mode(TorchFunctionMode):
         self.unknown: Counter[str] = Counter()
 
     def __torch_function__(self, func: Callable, types, args=(), kwargs=None):
-        route = ROUTES.get(func, unknown)
-        if route is None or route is unknown and func.__name__ in ("__get__", "__set__"):
-            return func(*args, **(kwargs or {}))
-        out = route(self, func, *args, **(kwargs or {}))
+        route, kwargs = ROUTES.get(func, unknown), kwargs or {}
+        if route is not None and (route is not unknown or func.__name__ not in ("__get__", "__set__")):
+            first, named = _named(args, kwargs) if kwargs else (args, kwargs)
+            out = route(self, func, *first, **named)
+        else:
+            out = NotImplemented
         if out is NotImplemented:
-            return func(*args, **(kwargs or {}))
+            out = func(*args, **kwargs)
+            left(self, func, (*args, *kwargs.values()), out)
+            return out
         self.meets_routed(func.__name__)
         return out
 
@@ -74,6 +78,16 @@ class batch_invariant_mode(TorchFunctionMode):
         return "\n".join(lines)
 
 
+def _named(args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Returns arguments with the names of torch's in the place of NumPy's, and the first two by place."""
+    named = {ALIASES.get(name, name): value for name, value in kwargs.items()}
+    for at, name in enumerate(("input", "other")):
+        if name in named and len(args) == at:
+            args = (*args, named.pop(name))
+    return args, named
+
+
+ALIASES = {"axis": "dim", "keepdims": "keepdim"}
 # elementwise, views, creation, and what is exact in any order
 _PASSED = """
 abs absolute neg negative __neg__ sqrt rsqrt square relu relu6 leaky_relu hardswish hardsigmoid hardtanh relu_ sign

@@ -36,9 +36,37 @@ def adopted(mode: TorchFunctionMode, t: object, embedding: bool = False) -> bool
 
 
 def with_grad(t: Tensor, main_grad: Tensor) -> Tensor:
+    """Makes t a leaf that leads to a parameter's main_grad, also where PyTorch computes its gradient."""
     t.requires_grad_()
     t.main_grad = main_grad
+    t.register_post_accumulate_grad_hook(_into_main_grad)
     return t
+
+
+def _into_main_grad(t: Tensor) -> None:
+    if t.grad is not None:
+        t.main_grad.add_(t.grad)
+        t.grad = None
+
+
+def left(mode: TorchFunctionMode, func: Callable, given: tuple, out: object) -> None:
+    """Tells the mode where PyTorch computes a parameter's gradient: of a function that is not routed."""
+    out = given[0] if out is None and given else out  # of an assignment
+    out = out[0] if isinstance(out, (tuple, list)) and out else out
+    if not isinstance(out, Tensor) or not out.requires_grad:
+        return
+    for t in given:
+        for part in t if isinstance(t, (tuple, list)) else (t,):
+            folds = is_parameter(part) and (mode.in_trial or getattr(part, "main_grad", None) is not None)
+            if folds and part is not out and torch.is_grad_enabled():
+                mode.meets_unknown(f"the gradient of {func.__name__}")
+                return
+
+
+def computed(mode: TorchFunctionMode, *weights: object) -> None:
+    """Tells the mode of weights that are no parameters, but have a gradient: their makers see a sum over one call."""
+    if torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad and not t.is_leaf for t in weights):
+        mode.meets_unknown("the gradient of a computed weight")
 
 
 def view(mode: TorchFunctionMode, func: Callable, p: object, /, *args, **kwargs):
@@ -88,11 +116,10 @@ def elementwise(mode: TorchFunctionMode, func: Callable, /, *args, **kwargs):
     if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
         return NotImplemented
     shape = torch.broadcast_shapes(*(t.shape for t in tensors))
-    if all(t.shape == shape or not t.requires_grad for t in tensors):
+    apart = lambda t: t.requires_grad and (t.shape != shape or is_parameter(t))
+    if not any(apart(t) for t in tensors):
         return NotImplemented
-    given = [
-        expanded(mode, a, shape) if isinstance(a, Tensor) and a.requires_grad and a.shape != shape else a for a in args
-    ]
+    given = [expanded(mode, a, shape) if isinstance(a, Tensor) and apart(a) else a for a in args]
     return func(*given, **kwargs)
 
 
@@ -121,7 +148,7 @@ def expand(mode: TorchFunctionMode, func: Callable, t: Tensor, *sizes, **kwargs)
     if not t.requires_grad or not torch.is_grad_enabled():
         return NotImplemented
     shape = func(t.detach(), *sizes, **kwargs).shape
-    return NotImplemented if shape == t.shape else expanded(mode, t, shape)
+    return NotImplemented if shape == t.shape and not is_parameter(t) else expanded(mode, t, shape)
 
 
 class Expanded(torch.autograd.Function):
@@ -153,16 +180,21 @@ def _folded(grad: Tensor, parameter: Tensor, layout: TokenLayout | None) -> Tens
     if grad.dim() == 4 and shape[2] == 1 and grad.shape[0] * grad.shape[1] != rows == grad.shape[0] * grad.shape[2]:
         grad, shape = grad.transpose(1, 2), (shape[0], shape[2], shape[1], shape[3])  # (batch, heads, length, D)
     lead = min(next((at for at, n in enumerate(shape) if n != 1), len(shape)), 2)
+    buffer = getattr(parameter, "main_grad", None)
     if not lead:  # a number for each of grad's
-        return grad.to(parameter.dtype)
+        return grad.to(parameter.dtype) if buffer is None else _added(grad, buffer)
     tokens = grad.shape[:lead]
     if tokens.numel() != rows:  # not the call's tokens
         of_places = lead == 1 and grad.dim() > 2
         layout = dense(tokens[0], tokens[1] if lead == 2 else 1) if lead == 2 or of_places else dense(1, tokens[0])
-    owner, buffer = parameter.detach().view(shape[lead:]), getattr(parameter, "main_grad", None)
+    owner = parameter.detach().view(shape[lead:])
     if buffer is not None:
         owner.main_grad = buffer.view(shape[lead:])
     return fold_elementwise(OP, grad.flatten(0, lead - 1), owner, layout, name="a parameter")
+
+
+def _added(grad: Tensor, buffer: Tensor) -> None:
+    buffer.add_(grad)
 
 
 def total_of(x: Tensor, dims: list[int], dtype: torch.dtype, scale: float = 1.0) -> Tensor:

@@ -111,6 +111,7 @@ def attention(
 ) -> Tensor:
     """Returns the output (batch, length, heads, D) of new q, k and v of that shape, after an update of the cache."""
     q, k, v = _autocast(q, k, v)
+    _check_tokens(layer, q, call)
     shape, flat = q.shape, lambda t: t.reshape(-1, *t.shape[-2:])
     if cache is not None:
         stored = cache.update(k.transpose(1, 2), v.transpose(1, 2), layer.layer_idx)
@@ -122,6 +123,15 @@ def attention(
     sequences = call.sequences(k.shape[1], k.shape[1], q.device)
     q, k, v = (flat(t).contiguous() for t in (q, k, v))
     return _run(q, k, v, sequences, causal, scale, window).view(shape)
+
+
+def _check_tokens(layer: nn.Module, q: Tensor, call: Call) -> None:
+    """Raises ValueError for queries of other tokens than the call's."""
+    if q.shape[:2] != (call.batch, call.length):
+        raise ValueError(
+            f"{type(layer).__name__}: attention is over {tuple(q.shape[:2])} tokens in a model's call of "
+            f"{(call.batch, call.length)}, expected the call's"
+        )
 
 
 def refuse_training(q: Tensor, k: Tensor) -> None:
@@ -224,6 +234,7 @@ def interface(
         q, k, v = (t.transpose(1, 2) for t in _autocast(query, key, value))
         if call.paged is not None:
             return paged_attention(module, q, k, v, call, cache=cache, **more, **given), None
+        _check_tokens(module, q, call)
         flat = lambda t: t.reshape(-1, *t.shape[-2:]).contiguous()
         if call.fresh and k.shape[1] == call.length:
             k, v, stored, stride = flat(k), flat(v), k.shape[1], k.shape[1]

@@ -28,6 +28,7 @@ ADAPTERS = ("tuners.lora.layer.Linear", "tuners.lora.model.LoraModel", "utils.ot
 PEFT_MODELS = "peft.peft_model"
 UNKNOWN = "not recognised"
 DRAWS = "attention_dropout is {}: it draws by place in the batch; set 0"
+COMPUTED = "its weight is no parameter: a hook computes it, as weight_norm and pruning do"
 WRAPPER = "not recognised: call apply on the model inside it"
 
 
@@ -58,7 +59,13 @@ def _rotary(module: nn.Module) -> Answer:
     return (modules.Rotary, "") if turned == head_dim else (None, f"it turns {turned} of {head_dim} features")
 
 
+def _linear(module: nn.Linear) -> Answer:
+    return (modules.Linear, "") if "weight" in module._parameters else (None, COMPUTED)
+
+
 def _embedding(module: nn.Embedding) -> Answer:
+    if "weight" not in module._parameters:
+        return None, COMPUTED
     plain = module.max_norm is None and not module.sparse and not module.scale_grad_by_freq
     return (modules.Embedding, "") if plain else (None, "max_norm, sparse or scale_grad_by_freq is set")
 
@@ -133,7 +140,7 @@ PARTS: dict[str, Rule] = {  # of each family
     "DecoderLayer": lambda m: (modules.Checkpointed, ""),
 }
 BY_CLASS = {getattr(family, f"{name}{part}"): rule for name, family in FAMILIES.items() for part, rule in PARTS.items()}
-BY_CLASS |= {nn.Linear: lambda m: (modules.Linear, ""), nn.Embedding: _embedding}
+BY_CLASS |= {nn.Linear: _linear, nn.Embedding: _embedding}
 BY_PROPERTY: tuple[tuple[Callable[[nn.Module], bool], Rule], ...] = (
     (_is_rms_norm, lambda m: (modules.RMSNorm, "")),
     (lambda m: recognised(m) is not None, lambda m: (modules.Norm, "")),
@@ -170,5 +177,7 @@ def classify(module: nn.Module) -> Answer:
 
     The reason is empty where nothing that the module itself computes depends on the batch.
     """
-    rule = BY_CLASS.get(type(module)) or next((rule for holds, rule in BY_PROPERTY if holds(module)), None)
+    kind = type(module)
+    rule = BY_CLASS.get(kind) if kind.forward.__module__ == kind.__module__ else None  # no one's patch
+    rule = rule or next((rule for holds, rule in BY_PROPERTY if holds(module)), None)
     return rule(module) if rule else (None, UNKNOWN)

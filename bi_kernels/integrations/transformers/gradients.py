@@ -106,6 +106,7 @@ class Folds:
 
     def __init__(self):
         self.parameters: dict[int, nn.Parameter] = {}
+        self.computed = 0  # weights that are no parameters, but have a gradient
         self.task = -1
         self.opened: list[tuple[nn.Parameter, Tensor | None]] = []  # with its `.grad` before
 
@@ -113,6 +114,9 @@ class Folds:
         """Registers a parameter that an op reads. Raises ValueError for one with gradient hooks, which autograd would
         not call."""
         if p is None or not p.requires_grad or not torch.is_grad_enabled():
+            return
+        if not p.is_leaf:  # as an adapter makes a weight; autograd goes on to its parts
+            self.computed += 1
             return
         if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None):
             raise ValueError(
@@ -137,6 +141,8 @@ class Folds:
         self.use(p)
         if p is None or p.dtype == dtype:
             return p
+        if p.requires_grad and not p.is_leaf:
+            return p.to(dtype)
         cast = p.detach().to(dtype)
         if hasattr(p, "cut"):
             cast.cut = p.cut

@@ -272,6 +272,24 @@ def read(
     return Call(batch, length, past, spans, layout=_padded_layout(spans, batch, length, past) if trains else None)
 
 
+def put(bound: inspect.BoundArguments, name: str, value: object) -> None:
+    """Sets an argument, among the others' keywords if the signature does not name it."""
+    more = next((n for n, p in bound.signature.parameters.items() if p.kind is inspect.Parameter.VAR_KEYWORD), None)
+    if name in bound.signature.parameters or more is None:
+        bound.arguments[name] = value
+    else:
+        bound.arguments[more] = bound.arguments.get(more, {}) | {name: value}
+
+
+def names_arguments(kind: type) -> Callable:
+    """Returns the forward of a class that names its arguments: where its own hands on *args and **kwargs, a base's."""
+    forwards = [vars(base)["forward"] for base in kind.__mro__ if "forward" in vars(base)]
+    kinds = {p.kind for p in _signature(forwards[0]).parameters.values()}
+    if not {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds:
+        return forwards[0]
+    return next((f for f in forwards if "input_ids" in _signature(f).parameters), forwards[0])
+
+
 @lru_cache(maxsize=64)
 def _signature(forward: Callable) -> inspect.Signature:
     return inspect.signature(forward)

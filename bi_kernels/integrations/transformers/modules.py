@@ -19,7 +19,7 @@ import bi_kernels as bi
 from bi_kernels.integrations.transformers.attention import NAME, PAGED, attention, paged_attention
 from bi_kernels.integrations.transformers.experts import experts_forward
 from bi_kernels.integrations.transformers.gradients import Folds
-from bi_kernels.integrations.transformers.layout import arguments, current, read
+from bi_kernels.integrations.transformers.layout import arguments, current, names_arguments, put, read
 from bi_kernels.integrations.transformers.routing import ROUTED, routed
 from bi_kernels.integrations.transformers.scoring import causal_lm_loss
 from bi_kernels.integrations.transformers.swap import OPS, Swapped, check_parts
@@ -257,7 +257,12 @@ class Checkpointed(Swapped):
         self.__dict__["_gradient_checkpointing_func"] = function
 
 
-def _model_forward(plain: Callable) -> Callable:
+def _attention_of(implementation: object) -> str:
+    return str(implementation).removeprefix("paged|")
+
+
+def _model_forward(replaces: type[nn.Module]) -> Callable:
+    plain, naming = replaces.forward, names_arguments(replaces)
     with_mode = routed(plain)
 
     @functools.wraps(plain)
@@ -267,19 +272,26 @@ def _model_forward(plain: Callable) -> Callable:
             return forward(self, *args, **kwargs)
         if not torch.compiler.is_compiling():
             check_parts("apply", self)
+        if self.whole and (said := _attention_of(self.config._attn_implementation)) not in (NAME, PAGED):
+            raise ValueError(
+                f"apply: the model's attn_implementation is {said!r}, expected {NAME!r}: a model that shares its "
+                "configuration was restored, or it was set; restore and apply again"
+            )
         trains = torch.is_grad_enabled()
         if not (trains or self.whole):
             return forward(self, *args, **kwargs)
         if trains and getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
             raise ValueError("apply: the model is in a DistributedDataParallel, expected one process")
-        bound, given = arguments(plain, self, *args, **kwargs)
+        bound, given = arguments(naming, self, *args, **kwargs)
         call = read(**given)
+        if not call.length:  # the model says so itself, or one within it finds them
+            return forward(self, *args, **kwargs)
         if self.whole and given.get("position_ids") is None and (positions := call.positions()) is not None:
-            bound.arguments["position_ids"] = positions
+            put(bound, "position_ids", positions)
         keep = given.get("logits_to_keep", 0)
         keep = keep if trains and (isinstance(keep, Tensor) or keep) else None
         if keep is not None:  # the head's fold is over the call's tokens, so it is given them all
-            bound.arguments["logits_to_keep"] = 0
+            put(bound, "logits_to_keep", 0)
         with call:
             out = forward(*bound.args, **bound.kwargs)
         if keep is not None:
@@ -310,7 +322,7 @@ class Model(Swapped):
     @classmethod
     def members(cls, replaces: type[nn.Module]) -> dict:
         """Returns a forward whose signature is that of the model."""
-        return {"forward": _model_forward(replaces.forward)}
+        return {"forward": _model_forward(replaces)}
 
     @property
     def loss_function(self) -> Callable:
@@ -330,7 +342,7 @@ class LanguageModel(Model):
 
     def set_attn_implementation(self, attn_implementation: str | dict, *args, **kwargs) -> None:
         """Raises ValueError for any other than that of `apply`."""
-        if str(attn_implementation).removeprefix("paged|") not in (NAME, PAGED):
+        if _attention_of(attn_implementation) not in (NAME, PAGED):
             raise ValueError(
                 f"set_attn_implementation: attn_implementation is {attn_implementation!r}, expected {NAME!r} until "
                 "restore(model)"

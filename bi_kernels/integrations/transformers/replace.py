@@ -1,6 +1,7 @@
 """`apply` swaps a model's modules for ours, all or none, and reports what is left; `restore` swaps them back."""
 
 import warnings
+from collections import Counter
 
 import torch.distributed as dist
 from torch import nn
@@ -17,6 +18,7 @@ from bi_kernels.integrations.transformers.routing import GRADIENT, ROUTED, Route
 from bi_kernels.integrations.transformers.swap import PARTS, Swapped, remember_parts, swapped
 from bi_kernels.parallel.tensor import TensorParallel
 
+TRIED = ("padded right", "padded left", "packed")  # layouts, where code is known by a trial alone
 PARAMETERS = (modules.Linear, modules.Embedding, modules.RMSNorm, modules.Norm, modules.Experts)
 
 
@@ -60,6 +62,9 @@ def _reported(model: nn.Module, plan: dict[str, tuple[type[Swapped] | None, str]
             report.containers[name] = type(named[name]).__name__
         else:
             report.replaced[name] = kind.__doc__
+    places = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
+    again = {id(p) for m in named.values() if places[id(m)] > 1 for p in m.parameters(recurse=False)}
+    again = again if trial is None else trial.again
     owners: dict[int, list[str]] = {}
     for name, module in named.items():
         for short, p in module.named_parameters(recurse=False):
@@ -68,7 +73,7 @@ def _reported(model: nn.Module, plan: dict[str, tuple[type[Swapped] | None, str]
         at = [plan[n.rpartition(".")[0]][0] for n in owners[id(p)]]
         if not p.requires_grad:
             report.folded[name] = "frozen"
-        elif trial is not None and id(p) in trial.again:
+        elif id(p) in again:
             report.others[name] = "a call uses it more than once"
         elif not all(kind in PARAMETERS for kind in at) and (trial is None or id(p) not in trial.folded):
             owner = report.kinds[owners[id(p)][0].rpartition(".")[0]]
@@ -120,7 +125,6 @@ def apply(
                 plan = {n: (modules.Model if k is modules.LanguageModel else k, w) for n, (k, w) in plan.items()}
                 _swap(named, plan, done)
                 trial = Trial(model, stock)
-                why = trial.error or why
             if trial.error:
                 plan = {n: (k, f"{w}, and {why}" if w == UNKNOWN else w) for n, (k, w) in plan.items()}
                 trial = None
@@ -129,7 +133,7 @@ def apply(
                 _swap(named, plan, done, trial)
         report = _reported(model, plan, trial)
         if trial is not None and report.batch_invariant:  # its own code is known by a trial alone
-            report.checks = compare_bits(model, ["padded right"], gradients=False)
+            report.checks = compare_bits(model, TRIED, gradients=False)
         _answer(report, strict)
         for module in done:
             if isinstance(module, modules.Model):

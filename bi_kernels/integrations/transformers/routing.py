@@ -3,9 +3,10 @@
 A trial call of the model finds which modules those are, and which call a function that has no batch-invariant form.
 """
 
+import warnings
 from collections import Counter, defaultdict
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import wraps
 
 import torch
@@ -64,7 +65,7 @@ class Routed(Swapped):
 
 
 class Trial(ModelMode):
-    """What each module's own code asked of PyTorch in two short calls: one that trains, one that decodes.
+    """What each module's own code asked of PyTorch in short calls: in training mode, with a gradient, and decoding.
 
     expected: stock's logits, as `stock_logits` returns them. functions: of each module, those that were routed;
     unknown: those that were left to PyTorch, or sum over tokens; folded: parameters whose gradient our ops fold, once
@@ -82,12 +83,17 @@ class Trial(ModelMode):
         self.error, self.attended, self.folded, self.again = "", 0, set(), set()
         self._within: list[nn.Module] = []
         self._modules = {*model.modules()}
-        self._uses: Counter[int] = Counter()
+        self._uses: Counter[tuple[int, bool]] = Counter()  # as an embedding, or otherwise
         try:
             with as_it_was(model):
                 found = self._run(model)
                 self.again = {id(p) for m, n in self.calls.items() if n > 1 for p in m.parameters(recurse=False)}
-                self.again |= {p for p, n in self._uses.items() if n > 1}
+                for m, n in self.calls.items():  # an op of ours reads its parameters
+                    if isinstance(m, Swapped):
+                        self._uses.update(
+                            {(id(p), isinstance(m, nn.Embedding)): n for p in m.parameters(recurse=False)}
+                        )
+                self.again |= {p for (p, _), n in self._uses.items() if n > 1}
                 self.folded = {id(p) for p in model.parameters() if hasattr(p, STATE)} - self.again
             far = torch.cat([_distance(a, b) for a, b in zip(found, expected)]).median().item()
             if not far <= FAR:
@@ -100,7 +106,7 @@ class Trial(ModelMode):
     def adopt(self, parameter: nn.Parameter, embedding: bool = False) -> None:
         """Counts the uses of a parameter in the call that trains."""
         super().adopt(parameter, embedding)
-        self._uses[id(parameter)] += not embedding
+        self._uses[id(parameter), embedding] += 1
 
     def meets_routed(self, name: str) -> None:
         """Counts a function of the module whose code runs."""
@@ -126,19 +132,25 @@ class Trial(ModelMode):
     def _leave(self, *_) -> None:
         if current() is not None:
             self.attended = max(self.attended, current().attended)
+            if current().folds.computed:
+                current().folds.computed = 0
+                self.meets_unknown(f"{GRADIENT}a computed weight")
         self._within.pop()
 
     def _run(self, model: nn.Module) -> list[Tensor]:
         given, at = _inputs(model)
         width, mask = given["input_ids"].shape[1] - 1, given.pop("attention_mask")
         with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(devices=[]))
+            device = mask.device
+            stack.enter_context(torch.random.fork_rng(devices=[device] if device.type == "cuda" else []))
             for register, hook in (
                 (register_module_forward_pre_hook, self._enter),
                 (lambda f: register_module_forward_hook(f, always_call=True), self._leave),
             ):
                 stack.callback(register(hook).remove)
             stack.enter_context(self)
+            with _training(model), torch.no_grad():  # what it asks only there, as noise
+                results(model, **given, attention_mask=mask, use_cache=False)
             with torch.enable_grad():
                 found, _ = results(model, **given, attention_mask=mask, use_cache=False)
             with torch.no_grad():
@@ -148,6 +160,21 @@ class Trial(ModelMode):
                     last = {k: v[:, width:] for k, v in given.items()}
                     results(model, **last, attention_mask=mask, past_key_values=cache, use_cache=True)
         return _tokens(found, at)
+
+
+@contextmanager
+def _training(model: nn.Module) -> Iterator[None]:
+    """Puts a model in training mode, and back in eval mode with its buffers."""
+    before = [(b, b.clone()) for b in model.buffers()]
+    model.train()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a checkpoint's, of a call without gradients
+            yield
+    finally:
+        model.eval()
+        for b, kept in before:
+            b.copy_(kept)
 
 
 def _inputs(model: nn.Module) -> tuple[dict[str, Tensor], list[slice]]:

@@ -1,0 +1,182 @@
+"""What `apply` and the mode once said nothing about: gradients lost, code that only training runs, other tokens."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from families import built
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.nn.utils import prune
+from transformers import Qwen3ForCausalLM
+from transformers.models.qwen3 import modeling_qwen3
+
+from bi_kernels import MainGrads, TokenLayout, batch_invariant_mode
+from bi_kernels.integrations.transformers import apply, restore
+
+IDS = torch.randint(1, 160, (3, 20), generator=torch.Generator().manual_seed(0))
+
+
+class Mlp(nn.Module):
+    """The base of MLPs with code of their own."""
+
+    def __init__(self, width: int = 64):
+        super().__init__()
+        self.lin = nn.Linear(width, width, bias=False)
+        self.table = nn.Parameter(torch.randn(width, width))
+
+
+def applied(forward) -> tuple[nn.Module, object]:
+    model = built("Qwen3", 1)
+    model.model.layers[0].mlp = type("Mlp", (Mlp,), {"forward": forward})().bfloat16()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return model, apply(model)
+
+
+def test_a_parameter_that_is_called_and_read_is_used_twice():
+    _, report = applied(lambda self, x: self.lin(x) + F.linear(x.relu(), self.lin.weight))
+    assert report.batch_invariant and report.others["model.layers.0.mlp.lin.weight"] == "a call uses it more than once"
+
+
+@pytest.mark.parametrize("forward, said", [
+    (lambda self, x: self.lin(x) * (torch.empty_like(x).uniform_(0.9, 1.1) if self.training else 1),
+     "uniform_: no batch-invariant form"),
+    (lambda self, x: self.lin(x) + F.pad(x, (0, 0, 1, -1)), ""),
+], ids=["noise in training", "the token before"])  # fmt: skip
+def test_code_that_the_batch_reaches_is_no_yes(forward, said):
+    model, report = applied(forward)
+    assert not report.batch_invariant and model.training
+    assert said in report.left.get("model.layers.0.mlp", "") and bool(report.checks) is not bool(said)
+
+
+def test_a_weight_that_a_hook_computes_is_no_yes():
+    model = built("Qwen3", 1)
+    prune.random_unstructured(model.model.layers[0].mlp.up_proj, "weight", 0.3)
+    with pytest.raises(ValueError, match="NO. Linear is still PyTorch's"):
+        apply(model, strict=True)
+
+
+def test_a_layer_that_is_called_twice_has_no_split_invariant_gradient():
+    model = built("Qwen3")
+    model.model.layers[1] = model.model.layers[0]
+    with pytest.raises(ValueError, match="PyTorch adds up the gradients of 11 of 14"):
+        apply(model, strict=True)
+
+
+def test_a_forward_that_was_patched_is_not_replaced(monkeypatch):
+    relu = lambda self, x: self.down_proj(self.gate_proj(x).relu() * self.up_proj(x))
+    monkeypatch.setattr(modeling_qwen3.Qwen3MLP, "forward", relu)
+    model = built("Qwen3", 1)
+    expected = model(IDS).logits
+    apply(model, strict=True)
+    assert (model(IDS).logits - expected).norm() <= 2.0**-7 * expected.norm()
+
+
+class Handing(Qwen3ForCausalLM):
+    """Hands on what it is given."""
+
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+class Halved(Qwen3ForCausalLM):
+    """Calls its base on a part of the tokens."""
+
+    def forward(self, input_ids=None, attention_mask=None, **kwargs):
+        return super().forward(input_ids[:, :-3], attention_mask[:, :-3])
+
+
+def test_arguments_by_place_are_found_behind_args_and_kwargs():
+    model = Handing(built("Qwen3", 1).config).bfloat16()
+    apply(model, strict=True)
+    mask = torch.ones_like(IDS)
+    mask[0, :7] = 0
+    given, alone = model(IDS, mask).logits, model(IDS[:1, 7:]).logits
+    assert torch.equal(given[0, 7:], alone[0]) and torch.equal(given, model(input_ids=IDS, attention_mask=mask).logits)
+
+
+def test_attention_over_other_tokens_than_the_calls_is_refused():
+    model = Halved(built("Qwen3", 1).config).bfloat16()
+    with pytest.warns(UserWarning, match="NO"):
+        apply(model)
+    with pytest.raises(ValueError, match=r"attention is over \(3, 17\) tokens in a model's call of \(3, 20\)"):
+        model(IDS, torch.ones_like(IDS))
+
+
+def test_a_configuration_that_two_models_share_is_no_silence():
+    first = built("Qwen3", 1)
+    second = Qwen3ForCausalLM(first.config).bfloat16()
+    apply(first)
+    apply(second)
+    restore(first)
+    with pytest.raises(ValueError, match="attn_implementation is 'sdpa', expected 'bi_kernels': a model that shares"):
+        second(IDS)
+
+
+def test_an_adapter_of_experts_has_its_gradient_and_no_yes():
+    changes = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+    model, found = get_peft_model(built("Qwen3-MoE", 1), changes).eval(), []
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(p, std=0.1)
+    for _ in range(2):
+        model(IDS).logits.float().square().mean().backward()
+        found.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+        model.zero_grad()
+        if len(found) == 1:
+            with pytest.warns(UserWarning, match="Split-invariant: NO"):
+                report = apply(model)
+    assert any("a computed weight" in why for why in report.others.values())
+    assert found[0].keys() == found[1].keys()
+    assert all((found[1][n] - g).norm() <= 0.05 * g.norm() for n, g in found[0].items())
+
+
+LOST = {  # code that reads a view or a cast of a parameter, and what strict says
+    "stack": (lambda x, p: x * torch.stack([p[0], p[1]]).sum(0), "stack"),
+    "cast and exp": (lambda x, p: x * p[0].bfloat16().float().exp(), "exp"),
+    "assignment": (lambda x, p: x.clone().index_put_((torch.tensor(0),), p[0]), "index_put_"),
+    "computed weight": (lambda x, p: F.linear(x, p * p[0]), "a computed weight"),
+}
+
+
+@pytest.mark.parametrize("code", LOST)
+def test_a_gradient_that_pytorch_computes_is_kept_and_named(code):
+    function, said = LOST[code]
+    x, p = torch.randn(5, 8), nn.Parameter(torch.randn(2, 8))
+    (expected,) = torch.autograd.grad(function(x, p).square().sum(), p)
+    grads = MainGrads([p])
+    with TokenLayout.packed([0, 5]), batch_invariant_mode() as mode:
+        function(x, p).square().sum().backward()
+    grads.join()
+    assert any(said in name for name in mode.unknown)
+    torch.testing.assert_close(p.main_grad, expected, rtol=0.02, atol=0.02)
+    with pytest.raises(ValueError, match=said), TokenLayout.packed([0, 5]), batch_invariant_mode(strict=True):
+        function(x, p)
+
+
+def test_a_batch_of_one_adds_to_the_same_sum():
+    x, found = torch.randn(3, 6, 8), []
+    for calls in ((3,), (1, 1, 1)):
+        p = nn.Parameter(torch.ones(1, 9, 8, dtype=torch.bfloat16))
+        grads = MainGrads([p])
+        for rows in x.bfloat16().split(calls):
+            with TokenLayout.packed(range(len(rows) + 1)), batch_invariant_mode(strict=True):
+                (rows + p[:, :6]).square().sum().backward()
+        grads.join()
+        found.append(p.main_grad)
+    assert torch.equal(*found) and found[0].any()
+
+
+def test_arguments_by_name_and_numpys_names_are_routed():
+    x, w = torch.randn(5, 8), torch.randn(8, 8)
+    q = x.view(1, 1, 5, 8)
+    with batch_invariant_mode(strict=True) as mode:
+        found = F.linear(input=x, weight=w), x.mean(axis=-1, keepdims=True), torch.matmul(input=x, other=w)
+        y = F.scaled_dot_product_attention(query=q, key=q, value=q)
+    expected = x @ w.T, x.mean(-1, keepdim=True), x @ w
+    torch.testing.assert_close((*found, y), (*expected, F.scaled_dot_product_attention(q, q, q)))
+    assert mode.routed.total() == 4
+    with pytest.raises(ValueError, match="sum"), batch_invariant_mode(strict=True):
+        x.double().sum(-1)
