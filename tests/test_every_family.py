@@ -1,11 +1,11 @@
-"""What `apply` says of every decoder family is what the bits say; eight in the ordinary run, the others marked slow."""
+"""What `apply` says of every decoder family is what the bits say; five in the ordinary run, the others marked slow."""
 
 import judge
 import pytest
 import tiny
 import torch
 
-SAMPLE = ["deepseek_v3", "gemma2", "gpt2", "gpt_oss", "mamba", "mixtral", "opt", "qwen3_moe"]
+SAMPLE = ["deepseek_v3", "gemma2", "gpt_oss", "mamba", "opt"]
 STOCK = {"reformer", "xlnet"}  # stock Transformers raises, in eval mode and in bf16
 # told NO: attention of their own, which drifts at no size tried here; and one that draws where it trains alone
 QUIET = {"bigbird_pegasus", "openai-gpt", "phimoe"}

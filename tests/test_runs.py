@@ -323,6 +323,7 @@ def test_a_pool_that_is_interrupted_kills_what_runs_and_begins_nothing():
         parts = [pool.submit("time:sleep", 600) for _ in range(4)]
         while not parts[1].running():
             pass
+        time.sleep(1)  # until both sleep
         raise KeyboardInterrupt
     assert [p.cancelled() or p.exception().status for p in parts] == [-signal.SIGKILL] * 2 + [True] * 2
 
