@@ -81,7 +81,7 @@ def judge(case: Case) -> list[Row]:
 
 def _beginning(step: Step, outputs: tuple, base: dict) -> tuple[Step, tuple, dict]:
     """Returns a step, its outputs and gradients; those of attention's first sequences alone, since its fp64 reference
-    goes head by head."""
+    goes head by head. A parameter's gradient, a sum over all of them, is left out where some are."""
     p = step.subject.problem
     if not p.op.cache:
         return step, outputs, base
@@ -90,7 +90,8 @@ def _beginning(step: Step, outputs: tuple, base: dict) -> tuple[Step, tuple, dic
     part.count = n = sum(part.lengths)
     part.tokens, part.at = {k: t[:n] for k, t in step.tokens.items()}, step.at[:n]
     part.dy = [dy[:n] for dy in step.dy]
-    return part, tuple(t[:n] for t in outputs), {k: t[:n] for k, t in base.items()}
+    held = {k: t[:n] if k in step.tokens else t for k, t in base.items() if k in step.tokens or n == step.count}
+    return part, tuple(t[:n] for t in outputs), held
 
 
 @torch.no_grad()
