@@ -22,7 +22,7 @@ SLAB, SMS = 16, 132
 
 def in_schedule(schedule: Schedule) -> Callable:
     """Returns this package's attention, computed in a schedule."""
-    return lambda q, k, v, **told: attend(arguments(q, k, v, **told), schedule)
+    return lambda q, k, v, sinks=None, **told: attend(arguments(q, k, v, sinks=sinks, **told), schedule)
 
 
 def changed(**fields) -> Callable:
