@@ -28,7 +28,7 @@ class Mlp(nn.Module):
 
 
 def applied(forward) -> tuple[nn.Module, object]:
-    model = built("Qwen3", 1)
+    model = built("qwen3", 1)
     model.model.layers[0].mlp = type("Mlp", (Mlp,), {"forward": forward})().bfloat16()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -52,14 +52,14 @@ def test_code_that_the_batch_reaches_is_no_yes(forward, said):
 
 
 def test_a_weight_that_a_hook_computes_is_no_yes():
-    model = built("Qwen3", 1)
+    model = built("qwen3", 1)
     prune.random_unstructured(model.model.layers[0].mlp.up_proj, "weight", 0.3)
     with pytest.raises(ValueError, match="NO. Linear is still PyTorch's"):
         apply(model, strict=True)
 
 
 def test_a_layer_that_is_called_twice_has_no_split_invariant_gradient():
-    model = built("Qwen3")
+    model = built("qwen3")
     model.model.layers[1] = model.model.layers[0]
     with pytest.raises(ValueError, match="PyTorch adds up the gradients of 11 of 14"):
         apply(model, strict=True)
@@ -68,10 +68,10 @@ def test_a_layer_that_is_called_twice_has_no_split_invariant_gradient():
 def test_a_forward_that_was_patched_is_not_replaced(monkeypatch):
     relu = lambda self, x: self.down_proj(self.gate_proj(x).relu() * self.up_proj(x))
     monkeypatch.setattr(modeling_qwen3.Qwen3MLP, "forward", relu)
-    model = built("Qwen3", 1)
+    model = built("qwen3", 1)
     expected = model(IDS).logits
     apply(model, strict=True)
-    assert (model(IDS).logits - expected).norm() <= 2.0**-7 * expected.norm()
+    assert (model(IDS).logits - expected).norm() <= 2.0**-6 * expected.norm()
 
 
 class Handing(Qwen3ForCausalLM):
@@ -89,7 +89,7 @@ class Halved(Qwen3ForCausalLM):
 
 
 def test_arguments_by_place_are_found_behind_args_and_kwargs():
-    model = Handing(built("Qwen3", 1).config).bfloat16()
+    model = Handing(built("qwen3", 1).config).bfloat16()
     apply(model, strict=True)
     mask = torch.ones_like(IDS)
     mask[0, :7] = 0
@@ -98,7 +98,7 @@ def test_arguments_by_place_are_found_behind_args_and_kwargs():
 
 
 def test_attention_over_other_tokens_than_the_calls_is_refused():
-    model = Halved(built("Qwen3", 1).config).bfloat16()
+    model = Halved(built("qwen3", 1).config).bfloat16()
     with pytest.warns(UserWarning, match="NO"):
         apply(model)
     with pytest.raises(ValueError, match=r"attention is over \(3, 17\) tokens in a model's call of \(3, 20\)"):
@@ -106,7 +106,7 @@ def test_attention_over_other_tokens_than_the_calls_is_refused():
 
 
 def test_a_configuration_that_two_models_share_is_no_silence():
-    first = built("Qwen3", 1)
+    first = built("qwen3", 1)
     second = Qwen3ForCausalLM(first.config).bfloat16()
     apply(first)
     apply(second)
@@ -117,7 +117,7 @@ def test_a_configuration_that_two_models_share_is_no_silence():
 
 def test_an_adapter_of_experts_has_its_gradient_and_no_yes():
     changes = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
-    model, found = get_peft_model(built("Qwen3-MoE", 1), changes).eval(), []
+    model, found = get_peft_model(built("qwen3_moe", 1), changes).eval(), []
     for name, p in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(p, std=0.1)

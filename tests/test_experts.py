@@ -6,8 +6,9 @@ import itertools
 import pytest
 import torch
 
-from bi_kernels.integrations.transformers import experts
+from bi_kernels.integrations.transformers import experts, modules
 from bi_kernels.integrations.transformers.layout import Call
+from bi_kernels.integrations.transformers.swap import swapped
 from bi_kernels.tokens import TokenLayout
 
 transformers = pytest.importorskip("transformers")
@@ -33,7 +34,7 @@ def _module(family: str, dtype: torch.dtype) -> torch.nn.Module:
 
         config = Config(num_local_experts=8, num_experts_per_tok=2, intermediate_size=24, **sizes)
     torch.manual_seed(0)
-    config._experts_implementation = experts.NAME
+    config._experts_implementation = "eager"
     module = Experts(config)
     for p in module.parameters():
         torch.nn.init.normal_(p, std=0.3)
@@ -72,8 +73,8 @@ def _step(module, x, ids, weights, dy, split, left=None):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "gpt_oss"])
 def test_rows_and_gradients_of_experts_depend_on_no_batch_and_no_split(family, dtype, monkeypatch):
-    experts.register()
     module = _module(family, dtype)
+    module.__class__ = swapped(type(module), modules.Experts)
     tokens = sum(LENGTHS)
     x, dy = torch.randn(2, tokens, 32).to(dtype)
     ids = torch.stack([torch.randperm(5)[:2] for _ in range(tokens)])  # three experts get no token
@@ -92,13 +93,12 @@ def test_rows_and_gradients_of_experts_depend_on_no_batch_and_no_split(family, d
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_experts_are_those_of_transformers(family):
-    experts.register()
     module, tokens = _module(family, torch.float32), 12
     x, ids = torch.randn(tokens, 32), torch.stack([torch.randperm(8)[:2] for _ in range(tokens)])
     weights = torch.rand(tokens, 2)
     found = []
-    for name in (experts.NAME, "eager"):
-        module.config._experts_implementation = name
+    for kind in (swapped(type(module), modules.Experts), type(module)):
+        module.__class__ = kind
         for p in module.parameters():
             p.grad = None
         given = x.clone().requires_grad_()

@@ -3,7 +3,6 @@
 import warnings
 
 import pytest
-import tiny
 import torch
 from families import FAMILIES, SIZES, built
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -32,14 +31,14 @@ def test_a_model_that_keeps_its_bits_is_told_yes(family):
 @pytest.mark.parametrize("family", NO)
 def test_a_model_that_drifts_is_told_no_and_why(family):
     with pytest.warns(UserWarning, match="Batch-invariant: NO") as warned:
-        report = apply(tiny.built(family), check=True)
+        report = apply(built(family), check=True)
     (warning,) = [w for w in warned if "apply: " in str(w.message)]
     assert warning.filename == __file__
     assert (report.batch_invariant, report.split_invariant) == (False, False)
     assert not all(bits(report)) and report.left, report
 
 
-@pytest.mark.parametrize("family", ["Qwen3-MoE", "GPT-2", "Qwen3 with LoRA"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt2", "qwen3 with LoRA"])
 def test_a_report_is_as_short_for_12_layers_as_for_2(family):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -48,7 +47,7 @@ def test_a_report_is_as_short_for_12_layers_as_for_2(family):
 
 
 def test_strict_raises_before_anything_is_replaced():
-    model = tiny.built("gpt_neo")
+    model = built("gpt_neo")
     kinds = [type(m) for m in model.modules()]
     with pytest.raises(ValueError, match="strict is True, .*NO. Attention is still PyTorch's"):
         apply(model, strict=True)
@@ -67,7 +66,7 @@ class Shifted(Qwen3ForCausalLM):
 class Policy(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.model = built("Qwen3")
+        self.model = built("qwen3")
 
     def forward(self, input_ids):
         return self.model(input_ids).logits.softmax(-1)
@@ -92,7 +91,7 @@ def drifting_hook(module, args, y):
 
 def test_the_check_finds_what_no_class_shows():
     """Its control: a forward hook makes one linear depend on the number of rows."""
-    model = built("Qwen3")
+    model = built("qwen3")
     model.model.layers[1].mlp.up_proj.register_forward_hook(drifting_hook)
     kinds = [type(m) for m in model.modules()]
     with pytest.raises(ValueError, match="strict is True, .*check found .*: padded right .* elements differ"):
@@ -106,7 +105,7 @@ def test_the_check_finds_what_no_class_shows():
 
 
 def test_the_check_leaves_the_model_as_it_was():
-    model = built("Qwen3").train()
+    model = built("qwen3").train()
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     before, mode = torch.random.get_rng_state(), model.model.norm.eval().training
@@ -117,7 +116,7 @@ def test_the_check_leaves_the_model_as_it_was():
 
 
 def test_dropout_is_a_reason():
-    model = built("Qwen3 with LoRA")
+    model = built("qwen3 with LoRA")
     linear = next(m for m in model.modules() if hasattr(m, "lora_dropout"))
     linear.lora_dropout["default"] = torch.nn.Dropout(0.1)
     with pytest.warns(UserWarning, match="NO. Dropout is still PyTorch's"):
@@ -125,7 +124,7 @@ def test_dropout_is_a_reason():
 
 
 def test_attention_dropout_is_a_reason():
-    model = built("Qwen3")
+    model = built("qwen3")
     for module in model.modules():
         if hasattr(module, "attention_dropout"):
             module.attention_dropout = 0.1

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bi_kernels import MainGrads, TokenLayout, batch_invariant_mode
+from bi_kernels.mode.mode import ROUTES
 
 ROWS, WIDTH = 7, 48
 NEAR = 2.0**-7  # of bf16
@@ -76,11 +77,13 @@ def is_near(found: Tensor, expected: Tensor) -> bool:
     return bool((found - expected).norm() <= NEAR * expected.norm())
 
 
-def step(model: nn.Module, inputs: Tensor, counts: tuple[int, ...]) -> tuple[Tensor, dict[str, Tensor]]:
+def step(
+    model: nn.Module, inputs: Tensor, counts: tuple[int, ...], strict: bool = True
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Returns results and gradients of a step of micro-batches of `counts` rows."""
     grads, found = MainGrads(model.parameters()), []
     for rows in inputs.split(counts):
-        with TokenLayout.packed(range(len(rows) + 1)), batch_invariant_mode(strict=True):  # a row is a sequence
+        with TokenLayout.packed(range(len(rows) + 1)), batch_invariant_mode(strict=strict):  # a row is a sequence
             y = model(rows)
             found.append(y.detach())
             weight = torch.linspace(-1, 1, y.shape[-1])
@@ -107,6 +110,16 @@ def test_a_model_of_another_library_keeps_its_bits(name):
     (y * torch.linspace(-1, 1, y.shape[-1])).sum().backward()
     assert is_near(whole[0], y.detach())
     assert [n for n, p in model.named_parameters() if not is_near(whole[1][n], p.grad)] == []
+
+
+def test_without_a_route_the_gradients_of_a_product_follow_the_split(monkeypatch):
+    """The control of the test above: PyTorch's own product and its sum of a weight's gradient."""
+    for route in (F.linear, torch.Tensor.__matmul__):
+        monkeypatch.setitem(ROUTES, route, None)
+    torch.manual_seed(0)
+    model, inputs = Gpt(), MODELS["gpt"][1](torch.Generator().manual_seed(1))
+    whole, one = (step(model, inputs, counts, strict=False) for counts in ((ROWS,), (1,) * ROWS))
+    assert any(not torch.equal(g, whole[1][n]) for n, g in one[1].items())
 
 
 FUNCTIONS = {

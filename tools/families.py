@@ -44,10 +44,9 @@ backward; {mixtures} of them are mixtures of experts.** {half} more are batch-in
 
 `python tools/families.py` writes this page. It builds each family from its configuration: random weights, two
 layers or one of each kind, hidden size 64, 8 experts. On the Triton interpreter, it compares raw bits of each
-sequence alone with those padded left and right, packed, prefilled in chunks and decoded, and gradients over two
-splits, in {dtypes}. It skips a layout in which stock Transformers,
-in fp32, computes something else: Bart, for example, counts positions from the row's begin. `restore` must give
-back stock's bits.
+sequence alone with those padded left and right, packed, prefilled in chunks and decoded. It compares gradients
+over two splits, too, all in {dtypes}. `restore` must give back stock's bits. A layout is skipped where stock
+Transformers, in fp32, computes something else in it: Bart, for example, counts positions from the row's begin.
 """
 
 
@@ -154,7 +153,8 @@ def page(judged: list[dict], left_out: dict[str, str], dtypes: list[str]) -> str
     if odd:
         text += ["## Verdict and bits disagree\n"]
         text += [_table(("family", "`apply` says", "bits"), [(name(r), _says(r), drift(r)) for r in odd]), ""]
-    text += ["## Yes, yes\n", ", ".join(map(name, yes)).replace(", experts", " (experts)") + ".", ""]
+    of_kind = lambda has: ", ".join(f"`{r['family']}`" for r in yes if r["mixture"] == has)
+    text += ["## Yes, yes\n", _table(("", "families"), [("mixtures", of_kind(True)), ("dense", of_kind(False))]), ""]
     if half:
         rows = [(name(r), _why(r), drift(r)) for r in half]
         text += ["## Batch-invariant only\n", _table(("family", "why", "bits that differ"), rows), ""]

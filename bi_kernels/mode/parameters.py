@@ -92,13 +92,10 @@ def _is_folded_into(grad: Tensor, main_grad: Tensor) -> bool:
 
 def cast(mode: TorchFunctionMode, func: Callable, p: object, /, *args, **kwargs):
     """A parameter in another dtype, whose main_grad is the parameter's."""
-    if (
-        not is_parameter(p)
-        or not torch.is_grad_enabled()
-        or (out := func(p.detach(), *args, **kwargs)).dtype == p.dtype
-    ):
+    if not is_parameter(p) or not torch.is_grad_enabled():
         return NotImplemented
-    if not adopted(mode, p) or getattr(p, "main_grad", None) is None:
+    out = func(p.detach(), *args, **kwargs)
+    if out.dtype == p.dtype or not adopted(mode, p) or getattr(p, "main_grad", None) is None:
         return NotImplemented
     return with_grad(out, p.main_grad)
 
@@ -182,7 +179,10 @@ def _folded(grad: Tensor, parameter: Tensor, layout: TokenLayout | None) -> Tens
     lead = min(next((at for at, n in enumerate(shape) if n != 1), len(shape)), 2)
     buffer = getattr(parameter, "main_grad", None)
     if not lead:  # a number for each of grad's
-        return grad.to(parameter.dtype) if buffer is None else _added(grad, buffer)
+        if buffer is None:
+            return grad.to(parameter.dtype)
+        buffer.add_(grad)
+        return None
     tokens = grad.shape[:lead]
     if tokens.numel() != rows:  # not the call's tokens
         of_places = lead == 1 and grad.dim() > 2
@@ -191,10 +191,6 @@ def _folded(grad: Tensor, parameter: Tensor, layout: TokenLayout | None) -> Tens
     if buffer is not None:
         owner.main_grad = buffer.view(shape[lead:])
     return fold_elementwise(OP, grad.flatten(0, lead - 1), owner, layout, name="a parameter")
-
-
-def _added(grad: Tensor, buffer: Tensor) -> None:
-    buffer.add_(grad)
 
 
 def total_of(x: Tensor, dims: list[int], dtype: torch.dtype, scale: float = 1.0) -> Tensor:

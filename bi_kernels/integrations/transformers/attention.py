@@ -76,18 +76,16 @@ def _run(
     k: Tensor,
     v: Tensor,
     sequences: Sequences,
-    causal: bool,
-    scale: float | None,
-    window: int | None,
+    scale: float | None = None,
+    window: int | None = None,
     soft_cap: float | None = None,
     sinks: Tensor | None = None,
     chunk: int | None = None,
 ) -> Tensor:
     """Returns the output (tokens, heads, D of v) of q (tokens, heads, D)."""
-    scale, shape = q.shape[-1] ** -0.5 if scale is None else float(scale), q.shape
-    return attend(Arguments(q, k, v, sequences, causal, scale, window or 0, shape, sinks, soft_cap or 0.0, chunk or 0))[
-        0
-    ]
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    constants = scale, window or 0, q.shape, sinks, soft_cap or 0.0, chunk or 0
+    return attend(Arguments(q, k, v, sequences, True, *constants))[0]
 
 
 def _autocast(*given: Tensor) -> list[Tensor]:
@@ -107,22 +105,26 @@ def attention(
     cache: object = None,
     scale: float | None = None,
     window: int | None = None,
-    causal: bool = True,
 ) -> Tensor:
     """Returns the output (batch, length, heads, D) of new q, k and v of that shape, after an update of the cache."""
-    q, k, v = _autocast(q, k, v)
+    new = k.transpose(1, 2), v.transpose(1, 2)
+    stored = new if cache is None else cache.update(*new, layer.layer_idx)
+    return _attend(layer, q, *(new if call.fresh else stored), call, scale=scale, window=window)
+
+
+def _attend(layer: nn.Module, q: Tensor, key: Tensor, value: Tensor, call: Call, **told) -> Tensor:
+    """Returns the output (batch, length, heads, D) of q of that shape on key and value (batch, heads, stored, D), a
+    cache's or the call's own."""
+    q, key, value = _autocast(q, key, value)
     _check_tokens(layer, q, call)
-    shape, flat = q.shape, lambda t: t.reshape(-1, *t.shape[-2:])
-    if cache is not None:
-        stored = cache.update(k.transpose(1, 2), v.transpose(1, 2), layer.layer_idx)
-        if not call.fresh:
-            refuse_training(q, stored[0])
-            (k, stride), (v, _) = _stored(stored[0]), _stored(stored[1])
-            sequences = call.sequences(stored[0].shape[2], stride, q.device)
-            return _run(flat(q), k, v, sequences, causal, scale, window).view(shape)
-    sequences = call.sequences(k.shape[1], k.shape[1], q.device)
-    q, k, v = (flat(t).contiguous() for t in (q, k, v))
-    return _run(q, k, v, sequences, causal, scale, window).view(shape)
+    flat, stored = lambda t: t.reshape(-1, *t.shape[-2:]).contiguous(), key.shape[2]
+    if call.fresh and stored == call.length:
+        k, v, stride = flat(key.transpose(1, 2)), flat(value.transpose(1, 2)), stored
+    else:
+        refuse_training(q, key)
+        (k, stride), (v, _) = _stored(key), _stored(value)
+    sequences = call.sequences(stored, stride, q.device, told.get("chunk") or 1)
+    return _run(flat(q), k, v, sequences, **told).view(*q.shape[:-1], v.shape[-1])
 
 
 def _check_tokens(layer: nn.Module, q: Tensor, call: Call) -> None:
@@ -190,8 +192,8 @@ def paged_attention(
         else:
             sequences = Sequences(*where, None, 0, longest, False, False)
         call.paged["known"][key] = sequences
-    sequences, more = call.paged["known"][key], (soft_cap, sinks, chunk)
-    out = _run(q.reshape(-1, *q.shape[-2:]).contiguous(), k, v, sequences, True, scale, window, *more)
+    constants = scale, window, soft_cap, sinks, chunk
+    out = _run(q.reshape(-1, *q.shape[-2:]).contiguous(), k, v, call.paged["known"][key], *constants)
     return out.view(*q.shape[:-1], v.shape[-1])
 
 
@@ -231,19 +233,10 @@ def interface(
     more["chunk"] = getattr(attention_mask, CHUNK, None)
     call.attended += 1
     with torch._C.DisableTorchFunction():
+        if call.paged is None:
+            return _attend(module, query.transpose(1, 2), key, value, call, **more), None
         q, k, v = (t.transpose(1, 2) for t in _autocast(query, key, value))
-        if call.paged is not None:
-            return paged_attention(module, q, k, v, call, cache=cache, **more, **given), None
-        _check_tokens(module, q, call)
-        flat = lambda t: t.reshape(-1, *t.shape[-2:]).contiguous()
-        if call.fresh and k.shape[1] == call.length:
-            k, v, stored, stride = flat(k), flat(v), k.shape[1], k.shape[1]
-        else:
-            refuse_training(q, k)
-            (k, stride), (v, _), stored = _stored(key), _stored(value), key.shape[2]
-        sequences = call.sequences(stored, stride, q.device, more["chunk"] or 1)
-        out = _run(flat(q), k, v, sequences, True, **more)
-        return out.view(*q.shape[:-1], v.shape[-1]), None
+        return paged_attention(module, q, k, v, call, cache=cache, **more, **given), None
 
 
 AttentionInterface.register(NAME, interface)

@@ -79,15 +79,6 @@ def _dropout(module: nn.Module) -> Answer:
     return None, f"p is {module.p}: it draws by place in the batch; set 0" if module.p else ""
 
 
-def _is_rms_norm(module: nn.Module) -> bool:
-    """Tells whether a module's code is that of Llama's RMSNorm, as most architectures copy it, or torch's own."""
-    if type(module) is nn.RMSNorm:
-        return module.elementwise_affine and len(module.normalized_shape) == 1
-    code, known = (getattr(c.forward, "__code__", None) for c in (type(module), llama.LlamaRMSNorm))
-    same = code and all(getattr(code, k) == getattr(known, k) for k in ("co_code", "co_consts", "co_names"))
-    return bool(same) and {n for n, _ in module.named_parameters()} == {"weight"} and module.weight.dim() == 1
-
-
 def _keeps_attention(model: PreTrainedModel) -> bool:
     """Tells whether all attention within a model is replaced, or called through Transformers' interface, so that its
     masks can be too."""
@@ -142,7 +133,6 @@ PARTS: dict[str, Rule] = {  # of each family
 BY_CLASS = {getattr(family, f"{name}{part}"): rule for name, family in FAMILIES.items() for part, rule in PARTS.items()}
 BY_CLASS |= {nn.Linear: _linear, nn.Embedding: _embedding}
 BY_PROPERTY: tuple[tuple[Callable[[nn.Module], bool], Rule], ...] = (
-    (_is_rms_norm, lambda m: (modules.RMSNorm, "")),
     (lambda m: recognised(m) is not None, lambda m: (modules.Norm, "")),
     (lambda m: isinstance(m, PreTrainedModel), _model),
     (_is_experts, lambda m: (modules.Experts, "")),

@@ -1,8 +1,4 @@
-"""A mixture's experts as Transformers calls them, through its experts interface, under the layout of the model's call.
-
-`register()` puts `experts_forward` into the interface under the name "bi_kernels"; a model whose
-`config._experts_implementation` has that name calls it in every experts module, whose parameters stay its own.
-"""
+"""A mixture's experts as Transformers' experts interface calls them, under the layout of the model's call."""
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -17,22 +13,10 @@ from bi_kernels.integrations.transformers.gradients import Folds
 from bi_kernels.integrations.transformers.layout import current
 from bi_kernels.tokens import dense, layout_for
 
-NAME = "bi_kernels"
 OP = "experts"
 CLOSE = 2.0**-16  # of the largest number of a gate's result, in fp32
 PAD_FROM = 128  # rows of an (expert, sequence) on average, from which on slabs are filled up once, before the products
 _gates: dict[tuple, Callable | None] = {}  # what takes the place of a gate, by kinds of modules
-
-
-def register() -> None:
-    """Registers the implementation. Raises ImportError where Transformers has no experts interface."""
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS  # noqa: PLC0415  (older releases have none)
-
-    ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
-
-
-def _said(module: nn.Module, name: str, default: bool) -> bool:
-    return getattr(module, name, default)
 
 
 def _refuse_trained_parts(module: nn.Module) -> None:
@@ -48,7 +32,7 @@ def _refuse_trained_parts(module: nn.Module) -> None:
 
 def _activated(module: nn.Module, up: Tensor) -> Tensor:
     """Applies the module's gate, or its activation where it has none: by our op where one computes the same."""
-    plain = module._apply_gate if _said(module, "has_gate", True) else module.act_fn
+    plain = module._apply_gate if getattr(module, "has_gate", True) else module.act_fn
     act = getattr(module, "act_fn", None)
     kind = type(module), type(act), getattr(getattr(act, "act", None), "__name__", ""), _numbers(module)
     if kind not in _gates:
@@ -83,7 +67,7 @@ def _recognised(module: nn.Module, plain: Callable, device: torch.device) -> Cal
             expected = plain(up)
         except (RuntimeError, TypeError):  # whatever it is, it takes none of these numbers
             return None
-        for candidate in _candidates(_said(module, "has_gate", True), _numbers(module)):
+        for candidate in _candidates(getattr(module, "has_gate", True), _numbers(module)):
             found = candidate(up)
             if found.shape == expected.shape and (found - expected).abs().max() <= CLOSE * expected.abs().max():
                 return candidate
@@ -98,13 +82,13 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
     """
     call = current()
     folds, alone = (Folds(), True) if call is None else (call.folds, False)
-    up_name = "gate_up_proj" if _said(self, "has_gate", True) else "up_proj"
+    up_name = "gate_up_proj" if getattr(self, "has_gate", True) else "up_proj"
     names, device = (up_name, "down_proj"), hidden_states.device.type
     dtype = getattr(self, up_name).dtype
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
     weights = [folds.cast(getattr(self, name), dtype) for name in names]
-    biased = _said(self, "has_bias", False)
+    biased = getattr(self, "has_bias", False)
     biases = [folds.cast(getattr(self, f"{name}_bias"), dtype) if biased else None for name in names]
     trains = torch.is_grad_enabled() and any(p.requires_grad for p in (*weights, *biases) if p is not None)
     layout, tokens = None, len(hidden_states)
@@ -113,14 +97,14 @@ def experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor,
         known = call is None or call.layout is None or call.layout.rows == tokens
         with nullcontext() if known else dense(1, tokens):
             layout = layout_for(OP, hidden_states.shape[:-1])
-    how = {"transposed": _said(self, "is_transposed", False)}
+    how = {"transposed": getattr(self, "is_transposed", False)}
     segments = 0 if layout is None else min(self.num_experts * len(layout.lengths), top_k_index.numel())
     padded = layout is not None and PAD_FROM * segments <= top_k_index.numel()
     groups = bi.group_by_expert(top_k_index, self.num_experts, layout, padded=padded)
     x = bi.dispatch(hidden_states.to(dtype), groups)
     up = bi.grouped_linear(x, weights[0], groups, biases[0], **how)
     y = bi.grouped_linear(_activated(self, up).to(dtype), weights[1], groups, biases[1], **how)
-    if _said(self, "has_post_expert_norm", False):
+    if getattr(self, "has_post_expert_norm", False):
         y = self.post_expert_norm(y)
     out = bi.combine(y, top_k_weights, groups).to(hidden_states.dtype)
     if alone:

@@ -20,7 +20,7 @@ from bi_kernels.integrations.transformers.attention import NAME, PAGED, attentio
 from bi_kernels.integrations.transformers.experts import experts_forward
 from bi_kernels.integrations.transformers.gradients import Folds
 from bi_kernels.integrations.transformers.layout import arguments, current, names_arguments, put, read
-from bi_kernels.integrations.transformers.routing import ROUTED, routed
+from bi_kernels.integrations.transformers.routing import ROUTED, Routed, routed
 from bi_kernels.integrations.transformers.scoring import causal_lm_loss
 from bi_kernels.integrations.transformers.swap import OPS, Swapped, check_parts
 from bi_kernels.tokens import TokenLayout, dense
@@ -111,7 +111,7 @@ def _normed(norm: Callable, x: Tensor) -> Tensor:
 
 
 class Norm(Swapped):
-    """its norm, recognised by what it computes"""
+    """rms_norm, qk_norm or layer_norm, as its code computes"""
 
     @_unrouted
     def forward(self, x: Tensor) -> Tensor:
@@ -121,26 +121,7 @@ class Norm(Swapped):
 
         def norm(x: Tensor) -> Tensor:
             with _rows(x.shape[:-2] if x.dim() == 4 else x.shape[:-1]):
-                return norm_of(x if norm_of.follows_x else x.to(dtype), weight, bias)
-
-        return _ended(_normed(norm, x), folds, alone)
-
-
-class RMSNorm(Swapped):
-    """rms_norm, or qk_norm over heads"""
-
-    @_unrouted
-    def forward(self, x: Tensor) -> Tensor:
-        folds, alone = _folds()
-        eps = self.variance_epsilon if hasattr(self, "variance_epsilon") else self.eps
-        dtype = torch.promote_types(x.dtype, self.weight.dtype)
-        op, features = (_ops(self).qk_norm, 2) if x.dim() == 4 else (bi.rms_norm, 1)
-        eps = torch.finfo(x.dtype).eps if eps is None else eps
-        weight = folds.cast(self.weight, dtype)
-
-        def norm(x: Tensor) -> Tensor:
-            with _rows(x.shape[:-features]):
-                return op(x.to(dtype), weight, eps)
+                return norm_of(_ops(self), x if norm_of.follows_x else x.to(dtype), weight, bias)
 
         return _ended(_normed(norm, x), folds, alone)
 
@@ -307,13 +288,8 @@ def _model_forward(replaces: type[nn.Module]) -> Callable:
     return forward_of_a_call
 
 
-class RoutedLayer(Checkpointed):
+class RoutedLayer(Routed, Checkpointed):
     """its functions, routed; what checkpointing computes again knows the call's sequences"""
-
-    @classmethod
-    def members(cls, replaces: type[nn.Module]) -> dict:
-        """Returns the replaced forward within the mode."""
-        return {"forward": routed(replaces.forward)}
 
 
 class Model(Swapped):

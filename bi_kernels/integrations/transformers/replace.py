@@ -19,7 +19,7 @@ from bi_kernels.integrations.transformers.swap import PARTS, Swapped, remember_p
 from bi_kernels.parallel.tensor import TensorParallel
 
 TRIED = ("padded right", "padded left", "packed")  # layouts, where code is known by a trial alone
-PARAMETERS = (modules.Linear, modules.Embedding, modules.RMSNorm, modules.Norm, modules.Experts)
+PARAMETERS = (modules.Linear, modules.Embedding, modules.Norm, modules.Experts)
 
 
 def _check(model: nn.Module) -> None:

@@ -112,7 +112,6 @@ class Trial(ModelMode):
         """Counts a function of the module whose code runs."""
         if self._within:
             self.functions[self._within[-1]][name] += 1
-            self.attended = max(self.attended, current().attended if current() else 0)
 
     def meets_unknown(self, name: str) -> None:
         """Counts a function of the module whose code runs."""
