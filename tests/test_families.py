@@ -1,14 +1,16 @@
 """`apply` answers for every family: yes where the model keeps its bits, NO with the reason where it does not."""
 
+import inspect
+import types
 import warnings
 
 import pytest
 import torch
 from families import FAMILIES, SIZES, built
 from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
-from bi_kernels.integrations.transformers import apply, restore
-from bi_kernels.integrations.transformers.classify import WRAPPER
+from bi_kernels.integrations.transformers import apply, classify, restore
 
 NO = ("gpt_neo", "falcon_mamba", "minimax")  # attention of its own, a state space, linear attention
 
@@ -26,6 +28,21 @@ def test_a_model_that_keeps_its_bits_is_told_yes(family):
     assert (report.batch_invariant, report.split_invariant, bits(report)) == (True, True, (True, True)), report
     assert str(report).splitlines()[:2] == ["Batch-invariant: yes", "Split-invariant: yes"]
     assert len(report.checks) == (3 if "reward" in family else 6), "a reward has no decode"
+
+
+@pytest.mark.parametrize("old, new, known", [
+    ("", "", True),
+    ("torch.cat((-x2, x1)", "torch.cat((x2, -x1)", False),  # of the function that a function of its file calls
+    ("scaling=self.scaling", "scaling=self.scaling * 2", False),
+], ids=["copied", "turned", "scaled"])  # fmt: skip
+def test_a_copy_of_known_code_is_known_and_an_edit_is_not(old, new, known):
+    module = types.ModuleType(qwen3_moe.__name__)
+    module.__package__ = qwen3_moe.__package__
+    source = inspect.getsource(qwen3_moe).partition("class Qwen3MoeMLP")[0]
+    assert old in source
+    exec(source.replace(old, new), vars(module))
+    found = classify._copied(module.Qwen3MoeAttention.forward)
+    assert (found is not None and found.__name__ == "Qwen3Attention") == known
 
 
 @pytest.mark.parametrize("family", NO)
@@ -81,7 +98,7 @@ def test_code_of_the_users_own_is_no_yes(make, said):
     with pytest.warns(UserWarning, match="Batch-invariant: NO"):
         report = apply(model)
     assert said in str(report).splitlines()[0].lower()
-    assert WRAPPER in report.left.values() or isinstance(model, Shifted)
+    assert classify.WRAPPER in report.left.values() or isinstance(model, Shifted)
 
 
 def drifting_hook(module, args, y):

@@ -7,7 +7,7 @@ import torch
 
 import bi_kernels as bi
 from bi_kernels import TokenLayout
-from bi_kernels.ops.grouped import fold, kernel
+from bi_kernels.ops.grouped import fold, groups, kernel
 
 LENGTHS = (5, 1, 17, 40, 9)
 TOKENS = sum(LENGTHS)
@@ -284,3 +284,12 @@ def test_bad_input_is_refused_in_one_sentence(call, said):
     with pytest.raises((TypeError, ValueError), match=said) as raised:
         call()
     assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.int8], ids=str)
+@pytest.mark.parametrize("tokens, choices, experts", [(1, 8, 100), (100, 8, 100), (3, 1, 1), (7, 3, 60)])
+def test_a_few_choices_are_grouped_as_many_are(tokens, choices, experts, dtype, monkeypatch):
+    ids = torch.randint(-1, experts + 2, (tokens, choices), generator=torch.Generator().manual_seed(0)).to(dtype)
+    few = bi.group_by_expert(ids, experts)
+    monkeypatch.setattr(groups, "FEW", 0)
+    assert all(torch.equal(a, b) for a, b in zip(few[:3], bi.group_by_expert(ids, experts)[:3], strict=True))

@@ -28,6 +28,7 @@ from bi_kernels.ops.attention import attention as attentions
 from bi_kernels.ops.embedding import embedding as look_up
 from bi_kernels.ops.gemm.gemm import _apply as gemm
 from bi_kernels.ops.gemm.gemm import matmul as multiply
+from bi_kernels.ops.grouped.top_k import MOST, top_k
 from bi_kernels.tokens import TokenLayout, current_layout, dense
 
 
@@ -53,7 +54,8 @@ def reduce(mean: bool) -> Callable:
         dims = sorted({d % x.dim() for d in ((dim,) if isinstance(dim, int) else dim or range(x.dim()))})
         mode.meets_sum(*(x.shape[d] for d in dims))
         count = torch.Size(x.shape[d] for d in dims).numel()
-        y = _Sum.apply(x, dims, dtype or x.dtype, 1.0 / max(count, 1) if mean else 1.0)
+        given = x, dims, dtype or x.dtype, 1.0 / max(count, 1) if mean else 1.0
+        y = _Sum.apply(*given) if x.requires_grad and torch.is_grad_enabled() else total_of(*given)
         return y if keepdim else y.squeeze(dims)
 
     return route
@@ -109,9 +111,10 @@ def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
 
 def product(mode, x: Tensor, w: Tensor, bias: Tensor | None, across: bool):
     """x (..., K) times w (N, K), or (K, N) if `across`; NotImplemented for what is no such product."""
-    for t in (x, w, bias):
-        adopted(mode, t)
-    computed(mode, *((w, bias) if x.dim() > 2 or not across else ()))
+    if torch.is_grad_enabled():
+        for t in (x, w, bias):
+            adopted(mode, t)
+        computed(mode, *((w, bias) if x.dim() > 2 or not across else ()))
     x, w, bias = _autocast(x, w, bias)
     if x.dtype not in FLOATS or w.dtype != x.dtype or w.dim() != 2 or x.dim() < 1:
         return NotImplemented
@@ -270,6 +273,8 @@ def sort(mode, func, x, dim=-1, descending=False, stable=False):
 
 def topk(mode, func, x, k, dim=-1, largest=True, sorted=True):
     """The k largest in a total order: by value, then by index."""
+    if largest and x.dtype in FLOATS and x.dim() and dim in (-1, x.dim() - 1) and 0 < k <= x.shape[-1] <= MOST:
+        return torch.return_types.topk(top_k(x, k))
     values, at = torch.sort(x, dim=dim, descending=largest, stable=True)
     return torch.return_types.topk((values.narrow(dim, 0, k), at.narrow(dim, 0, k)))
 

@@ -95,21 +95,11 @@ def _autocast(*given: Tensor) -> list[Tensor]:
     return list(given)
 
 
-def attention(
-    layer: nn.Module,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    call: Call,
-    *,
-    cache: object = None,
-    scale: float | None = None,
-    window: int | None = None,
-) -> Tensor:
+def attention(layer: nn.Module, q: Tensor, k: Tensor, v: Tensor, call: Call, *, cache: object = None, **told) -> Tensor:
     """Returns the output (batch, length, heads, D) of new q, k and v of that shape, after an update of the cache."""
     new = k.transpose(1, 2), v.transpose(1, 2)
     stored = new if cache is None else cache.update(*new, layer.layer_idx)
-    return _attend(layer, q, *(new if call.fresh else stored), call, scale=scale, window=window)
+    return _attend(layer, q, *(new if call.fresh else stored), call, **told)
 
 
 def _attend(layer: nn.Module, q: Tensor, key: Tensor, value: Tensor, call: Call, **told) -> Tensor:

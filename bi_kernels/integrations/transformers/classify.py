@@ -1,6 +1,9 @@
 """Tables of the classes that `apply` replaces, and of the reasons to leave a module to PyTorch."""
 
 from collections.abc import Callable
+from functools import cache
+from inspect import signature
+from types import CodeType, FunctionType, MethodType
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -36,27 +39,27 @@ Answer = tuple[type[Swapped] | None, str]  # as `classify` returns it
 Rule = Callable[[nn.Module], Answer]
 
 
-def _attention(module: nn.Module) -> Answer:
+def _attention(module: nn.Module, copies: type[nn.Module]) -> Answer:
+    if not getattr(module, "is_causal", True):
+        return None, UNKNOWN
     if _draws(module):
         return None, DRAWS.format(module.attention_dropout)
     if not 1 <= module.head_dim <= 256:
         return None, f"its heads are {module.head_dim} wide, the most are 256"
-    of_mistral = isinstance(module, mistral.MistralAttention)
-    return modules.MistralAttention if of_mistral else modules.Attention, ""
+    return modules.MistralAttention if copies is mistral.MistralAttention else modules.Attention, ""
 
 
-def _mlp(module: nn.Module) -> Answer:
-    known = isinstance(module.act_fn, SILU)
-    return (modules.MLP, "") if known else (None, f"its activation is {type(module.act_fn).__name__}, not SiLU")
+def _mlp(module: nn.Module, copies: type[nn.Module]) -> Answer:
+    return (modules.MLP, "") if isinstance(module.act_fn, SILU) else (None, UNKNOWN)
 
 
-def _rotary(module: nn.Module) -> Answer:
+def _rotary(module: nn.Module, copies: type[nn.Module]) -> Answer:
     head_dim = getattr(module.config, "head_dim", None)
     head_dim = head_dim or module.config.hidden_size // module.config.num_attention_heads
     if module.rope_type not in STATIC_ROPE:
         return None, f"rope_type {module.rope_type!r} follows the longest sequence of the batch"
     turned = 2 * len(module.inv_freq)
-    return (modules.Rotary, "") if turned == head_dim else (None, f"it turns {turned} of {head_dim} features")
+    return (modules.Rotary, "") if turned == head_dim else (None, UNKNOWN)
 
 
 def _linear(module: nn.Linear) -> Answer:
@@ -124,14 +127,35 @@ def _is_adapter(module: nn.Module) -> bool:
     return name.removeprefix("peft.") in ADAPTERS and not getattr(module, "lora_variant", None)
 
 
-PARTS: dict[str, Rule] = {  # of each family
+def _alike(a: object, b: object, known: frozenset = frozenset()) -> bool:
+    """Tells whether two functions compute the same: by their bytecode, and that of what they call. known: pairs that
+    are being compared."""
+    if a is b or (a, b) in known:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, MethodType):
+        return a.__func__ is b.__func__ and type(a.__self__) is type(b.__self__)
+    if isinstance(a, CodeType):
+        mine, theirs = ([c.co_code, c.co_names, *c.co_consts] for c in (a, b))
+        return len(mine) == len(theirs) and all(_alike(*pair) for pair in zip(mine, theirs))
+    if not isinstance(a, FunctionType):
+        return not isinstance(a, type) and bool(a == b)
+    known |= {(a, b)}
+    called = ([f.__globals__.get(name) for name in f.__code__.co_names] for f in (a, b))
+    held = ([cell.cell_contents for cell in f.__closure__ or ()] for f in (a, b))
+    return _alike(a.__code__, b.__code__) and all(_alike(*pair, known) for pair in (*zip(*called), *zip(*held)))
+
+
+PARTS: dict[str, Callable[[nn.Module, type[nn.Module]], Answer]] = {  # of each family
     "Attention": _attention,
     "MLP": _mlp,
     "RotaryEmbedding": _rotary,
-    "DecoderLayer": lambda m: (modules.Checkpointed, ""),
+    "DecoderLayer": lambda m, _: (modules.Checkpointed, ""),
 }
-BY_CLASS = {getattr(family, f"{name}{part}"): rule for name, family in FAMILIES.items() for part, rule in PARTS.items()}
-BY_CLASS |= {nn.Linear: _linear, nn.Embedding: _embedding}
+BY_CODE = {getattr(family, f"{name}{part}"): rule for name, family in FAMILIES.items() for part, rule in PARTS.items()}
+FORWARDS = {kind: kind.forward for kind in BY_CODE if kind.forward.__module__ == kind.__module__}  # no one's patch
+BY_CLASS = {nn.Linear: _linear, nn.Embedding: _embedding}
 BY_PROPERTY: tuple[tuple[Callable[[nn.Module], bool], Rule], ...] = (
     (lambda m: recognised(m) is not None, lambda m: (modules.Norm, "")),
     (lambda m: isinstance(m, PreTrainedModel), _model),
@@ -162,12 +186,31 @@ def tried(module: nn.Module, answer: Answer, trial: Trial) -> Answer:
     return kind, ""
 
 
+@cache
+def _copied(forward: Callable) -> type[nn.Module] | None:
+    """Returns the known class that has this forward, or one that was copied into another file; None for others."""
+    return next((known for known, own in FORWARDS.items() if _alike(own, forward)), None)
+
+
 def classify(module: nn.Module) -> Answer:
     """Returns (the class that takes a module's place, None to leave it; why it is left).
 
     The reason is empty where nothing that the module itself computes depends on the batch.
     """
     kind = type(module)
+    if known := _copied(kind.forward):
+        return BY_CODE[known](module, known)
     rule = BY_CLASS.get(kind) if kind.forward.__module__ == kind.__module__ else None  # no one's patch
     rule = rule or next((rule for holds, rule in BY_PROPERTY if holds(module)), None)
     return rule(module) if rule else (None, UNKNOWN)
+
+
+def plan_of(named: dict[str, nn.Module]) -> dict[str, Answer]:
+    """Returns the answer for each module of a model. A rope table is for our attention alone: where another module
+    takes what a rotary module returns, this one stays."""
+    plan = {name: classify(module) for name, module in named.items()}
+    takes = [n for n, m in named.items() if "position_embeddings" in signature(type(m).forward).parameters]
+    inner = [n for n in takes if not any(other.startswith(f"{n}.") for other in takes)]
+    if any(not issubclass(plan[n][0] or nn.Module, modules.Attention) for n in inner):
+        plan = {n: (None, UNKNOWN) if kind is modules.Rotary else (kind, why) for n, (kind, why) in plan.items()}
+    return plan

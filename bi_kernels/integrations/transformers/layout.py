@@ -17,6 +17,7 @@ from bi_kernels.ops.attention.schedule import SCHEDULE, Sequences
 from bi_kernels.ops.rope import packed_positions
 from bi_kernels.tokens import TokenLayout, dense
 
+FEW = 65536  # numbers of a mask that are copied to the host
 _current: ContextVar["Call | None"] = ContextVar("call of a model", default=None)
 
 
@@ -188,6 +189,8 @@ def _spans(mask: Tensor, batch: int, length: int, past: int | Tensor) -> tuple[T
     fits = width == total if known else width >= (total or length)  # a static cache's may be as wide as its room
     if mask.shape[0] != batch or not fits:
         raise _wrong("attention_mask has shape", tuple(mask.shape), f"({batch}, {total or f'at least {length}'})")
+    device = mask.device
+    mask = mask.cpu() if mask.numel() <= FEW and can_wait(mask) else mask  # a copy takes less time than what follows
     given, mask = mask, mask != 0
     begin = mask.to(torch.uint8).argmax(1)
     count = mask.sum(1)
@@ -203,7 +206,7 @@ def _spans(mask: Tensor, batch: int, length: int, past: int | Tensor) -> tuple[T
         if holes:
             raise _wrong(f"attention_mask's row {holes[0]} has", "zeros between ones", "padding at its ends alone")
     end = torch.where(count > 0, end, begin)
-    return begin.to(torch.int32), end.to(torch.int32)
+    return begin.to(device, torch.int32), end.to(device, torch.int32)
 
 
 def _restarts(positions: Tensor, batch: int, length: int) -> list[int] | None:

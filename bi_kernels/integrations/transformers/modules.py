@@ -16,7 +16,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import bi_kernels as bi
-from bi_kernels.integrations.transformers.attention import NAME, PAGED, attention, paged_attention
+from bi_kernels.integrations.transformers.attention import CHUNK, NAME, PAGED, attention, paged_attention
 from bi_kernels.integrations.transformers.experts import experts_forward
 from bi_kernels.integrations.transformers.gradients import Folds
 from bi_kernels.integrations.transformers.layout import arguments, current, names_arguments, put, read
@@ -69,8 +69,10 @@ class Linear(Swapped):
 
     @_unrouted
     def forward(self, x: Tensor) -> Tensor:
-        folds, alone = _folds()
         device, dtype = x.device.type, self.weight.dtype
+        if not (torch.is_grad_enabled() or torch.is_autocast_enabled(device)):
+            return _ops(self).linear(x, self.weight, self.bias)
+        folds, alone = _folds()
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             x = x.to(dtype)
@@ -170,7 +172,7 @@ class Attention(Swapped):
         else:  # cos and sin of a rotary module that was left
             rotate = sys.modules[type(self).__module__].apply_rotary_pos_emb
             q, k = rotate(q, k, table, positions, unsqueeze_dim=2)
-        given = {"scale": self.scaling, "window": self.window}
+        given = {"scale": self.scaling, "window": self.window, "chunk": getattr(attention_mask, CHUNK, None)}
         keys = self.__dict__.get(OPS)  # where ranks share the weights
         if call.paged is not None and keys is not None:
             raise ValueError(

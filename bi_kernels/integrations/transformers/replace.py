@@ -10,7 +10,7 @@ from bi_kernels.contract import DTYPES
 from bi_kernels.integrations.transformers import modules, ranks
 from bi_kernels.integrations.transformers.attention import NAME
 from bi_kernels.integrations.transformers.check import check as compare_bits
-from bi_kernels.integrations.transformers.classify import SILU, UNKNOWN, classify, tried
+from bi_kernels.integrations.transformers.classify import SILU, UNKNOWN, plan_of, tried
 from bi_kernels.integrations.transformers.gradients import BUFFERS, forget
 from bi_kernels.integrations.transformers.norms import recognised
 from bi_kernels.integrations.transformers.report import Report
@@ -110,7 +110,7 @@ def apply(
     """
     _check(model)
     named = dict(model.named_modules())
-    plan = {name: classify(module) for name, module in named.items()}
+    plan = plan_of(named)
     if all(kind is None for kind, _ in plan.values()):
         raise ValueError(f"apply: model is a {type(model).__name__}, expected one with a module that can be replaced")
     done: list[nn.Module] = []

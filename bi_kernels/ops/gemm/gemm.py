@@ -22,7 +22,7 @@ from bi_kernels.ops.gemm.cost import PipelineConfig, Tile, best_cut, tile_for, w
 from bi_kernels.ops.gemm.hopper_cublaslt import LIBRARY, serves, waves
 from bi_kernels.ops.gemm.hopper_cublaslt import launch as launch_library
 from bi_kernels.ops.gemm.kernel import FP32_TILE, launch
-from bi_kernels.ops.gemm.launch_cache import cached_launch
+from bi_kernels.ops.gemm.launch_cache import cached_launch, remember_view
 from bi_kernels.tokens import consume_zero_flag, gradient_of, layout_of, training_arguments, warn_unlaid_micro_batch
 
 # of the interpreter, where a program costs more than what it computes
@@ -72,8 +72,10 @@ def _launch(x, w, bias, out_dtype: torch.dtype | None = None, start=None, out=No
         way, cut = tile_for(M, N, K, "rows"), 0
     if not flat:
         y = launch_library(x, w, bias, out_dtype) if way is LIBRARY and not cut and not is_recorded() else None
-        # resized and no view, which could not be written in place under autograd
-        return _launch(x.view(M, K), w, bias, out_dtype).resize_(*x.shape[:-1], N) if y is None else y
+        if y is None:
+            y = _launch(flat := x.view(M, K), w, bias, out_dtype).resize_(*x.shape[:-1], N)
+            remember_view(x, flat, w, bias, out_dtype)
+        return y
     if cut:
         return _in_two(x, w, bias, dtypes[1], start, out, cut)
     if way is LIBRARY:

@@ -23,6 +23,13 @@ def remember(kind: tuple, run: Callable) -> None:
     runs[kind] = run
 
 
+def remember_view(x, flat, w, bias, out_dtype: torch.dtype | None) -> None:
+    """Remembers for x (…, K), contiguous, what computes products of its view `flat` (M, K)."""
+    run, shape, lead = _thread.__dict__.get(kind_of(flat, w, bias, out_dtype)), flat.shape, (*x.shape[:-1], len(w))
+    if run is not None:  # resized and no view, which could not be written in place under autograd
+        remember(kind_of(x, w, bias, out_dtype), lambda x, w, bias: run(x.view(shape), w, bias).resize_(lead))
+
+
 def cached_launch(x, w, bias, out_dtype: torch.dtype | None) -> torch.Tensor | None:
     """Returns the product, if one of its kind was computed before; None of others."""
     run = _thread.__dict__.get(kind_of(x, w, bias, out_dtype))

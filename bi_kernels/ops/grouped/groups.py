@@ -12,14 +12,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bi_kernels.checks import check, integers
+from bi_kernels.checks import check, integers, once, widened
 from bi_kernels.compat import INTERPRETED
-from bi_kernels.launch import jit
+from bi_kernels.launch import Launch, cached, jit
 from bi_kernels.op import writes
 from bi_kernels.scalars import check_flag, check_integer, truncated_repr
 from bi_kernels.tokens import SLAB, TokenLayout
 
+OP = "group_by_expert"
 BLOCK, WARPS = 4096 if INTERPRETED else 256, 4  # rows that one program places
+FEW, MINE = 1024, 512 if INTERPRETED else 32  # choices of a decode, which programs of so many group without a sort
 
 
 class Groups(NamedTuple):
@@ -89,6 +91,35 @@ def _place_kernel(
         tl.store(source + r, tl.where(routed, choice, -1).to(tl.int32), mask=inside)
 
 
+@jit(do_not_specialize=["count", "experts"])
+def _few_kernel(ids, rows, source, offsets, count, experts, MINE: tl.constexpr, ALL: tl.constexpr):
+    """Groups a few choices: the row of each is how many come before it, an expert's end how many go up to it."""
+    i, each = tl.program_id(0) * MINE + tl.arange(0, MINE), tl.arange(0, ALL)
+    mine, others = (
+        tl.load(ids + i, mask=i < count, other=experts),
+        tl.load(ids + each, mask=each < count, other=experts),
+    )
+    mine = tl.where((mine < 0) | (mine > experts), experts, mine).to(tl.int32)[:, None]
+    others = tl.where((others < 0) | (others > experts), experts, others).to(tl.int32)[None, :]
+    before = (others < mine) | (others == mine) & (each[None, :] < i[:, None])
+    row = tl.sum(before.to(tl.int32), axis=1)
+    routed = tl.sum(mine, axis=1) < experts
+    tl.store(rows + i, tl.where(routed, row, -1), mask=i < count)
+    tl.store(source + row, tl.where(routed, i, -1), mask=i < count)
+    tl.store(offsets + i, tl.sum((others <= i[:, None]).to(tl.int32), axis=1), mask=i < experts)
+
+
+@cached
+def _few_for(count: int, experts: int, device: int) -> Launch:
+    blocks = {"MINE": MINE, "ALL": triton.next_power_of_2(max(count, 16)), "num_warps": 8}
+    return Launch(_few_kernel, device, (triton.cdiv(max(count, experts), MINE),), count, experts, **blocks)
+
+
+@writes("rows", "source", "offsets")
+def _group_few(ids, rows, source, offsets) -> None:
+    _few_for(ids.numel(), len(offsets), ids.get_device())(ids, rows, source, offsets)
+
+
 @writes("keys")
 def _segment(ids, perm, sequence, keys, choices: int, sequences: int) -> None:
     if len(ids):
@@ -106,23 +137,15 @@ def _place(
         _place_kernel[grid](*given, len(ids), choices, experts, **options)
 
 
-def _check(expert_ids: Tensor, experts: int, layout: TokenLayout | None, padded: bool) -> None:
-    op = "group_by_expert"
-    check(op, same_dtype=False, expert_ids=expert_ids)
+@once
+def _check(expert_ids: Tensor, experts: int) -> None:
+    check(OP, same_dtype=False, expert_ids=expert_ids)
     if not integers(expert_ids):
-        raise TypeError(f"{op}: expert_ids has dtype {expert_ids.dtype}, expected integers")
+        raise TypeError(f"{OP}: expert_ids has dtype {expert_ids.dtype}, expected integers")
     if expert_ids.dim() < 1:
-        raise ValueError(f"{op}: expert_ids has shape {tuple(expert_ids.shape)}, expected (..., k)")
-    if check_integer(op, "experts", experts) < 1:
-        raise ValueError(f"{op}: experts is {truncated_repr(experts)}, expected at least 1")
-    tokens = expert_ids.shape[:-1].numel()
-    if layout is not None and layout.rows != tokens:
-        raise ValueError(
-            f"{op}: expert_ids has {tokens} tokens, shape {tuple(expert_ids.shape)}, but the token layout has "
-            f"{layout.rows} rows"
-        )
-    if check_flag(op, "padded", padded) and layout is None:
-        raise ValueError(f"{op}: padded is True and layout is None, expected the layout whose slabs are filled up")
+        raise ValueError(f"{OP}: expert_ids has shape {tuple(expert_ids.shape)}, expected (..., k)")
+    if check_integer(OP, "experts", experts) < 1:
+        raise ValueError(f"{OP}: experts is {truncated_repr(experts)}, expected at least 1")
 
 
 def group_by_expert(
@@ -134,9 +157,20 @@ def group_by_expert(
     of the tokens, which `grouped_linear` needs to train its weight; tokens of none of them are routed nowhere. padded:
     rows are the places of the folds, zeros where a slab is not full, so that no gradient has to gather them again.
     """
-    _check(expert_ids, experts, layout, padded)
-    choices, device = expert_ids.shape[-1], expert_ids.device
-    ids = expert_ids.reshape(expert_ids.shape[:-1].numel(), choices)
+    _check(expert_ids, experts)
+    choices, device, given = expert_ids.shape[-1], expert_ids.device, expert_ids.shape[:-1].numel()
+    if layout is not None and layout.rows != given:
+        raise ValueError(
+            f"{OP}: expert_ids has {given} tokens, shape {tuple(expert_ids.shape)}, but the token layout has "
+            f"{layout.rows} rows"
+        )
+    if check_flag(OP, "padded", padded) and layout is None:
+        raise ValueError(f"{OP}: padded is True and layout is None, expected the layout whose slabs are filled up")
+    ids = expert_ids.reshape(given, choices)
+    if layout is None and 0 < ids.numel() <= FEW:
+        rows, source, offsets = (ids.new_empty(n, dtype=torch.int32) for n in (ids.shape, ids.numel(), experts))
+        _group_few(widened(ids).contiguous(), rows, source, offsets)
+        return Groups(rows, source, offsets)
     rows = torch.full_like(ids, -1, dtype=torch.int32, memory_format=torch.contiguous_format)
     tokens = None
     if layout is not None and not layout.in_order:

@@ -10,9 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bi_kernels.checks import check
+from bi_kernels.checks import check, once
 from bi_kernels.compat import INTERPRETED
-from bi_kernels.launch import jit
+from bi_kernels.launch import Launch, cached, jit
 from bi_kernels.op import Op, writes
 from bi_kernels.scalars import check_integer, truncated_repr
 
@@ -53,19 +53,24 @@ def _top_k_backward_kernel(
     tl.store(dscores + row[:, None] * experts + col, found, mask=mine[:, None] & (col < experts))
 
 
-def _run(kernel, scores: Tensor, values: Tensor, ids: Tensor, given: tuple) -> None:
-    """Launches one of the kernels; scores (rows, experts), values and ids (rows, k)."""
-    (rows, experts), room = scores.shape, triton.next_power_of_2(scores.shape[1])
+@cached
+def _launch_for(kernel: object, rows: int, experts: int, k: int, device: int) -> Launch:
+    room = triton.next_power_of_2(experts)
     several = max(1, ELEMENTS // room)
-    if values.numel():
-        options = {"CHOICES": values.shape[1], "ROWS": several, "EXPERTS": room, "num_warps": WARPS}
-        kernel[(triton.cdiv(rows, several),)](*given, rows, experts, **options)
+    options = {"CHOICES": k, "ROWS": several, "EXPERTS": room, "num_warps": WARPS}
+    return Launch(kernel, device, (triton.cdiv(rows, several),), rows, experts, **options)
+
+
+def _run(kernel: object, scores: Tensor, ids: Tensor, *given: Tensor) -> None:
+    """Launches one of the kernels; scores (rows, experts), ids (rows, k)."""
+    if ids.numel():
+        _launch_for(kernel, *scores.shape, ids.shape[1], ids.get_device())(*given)
 
 
 def _launch(scores, k: int) -> list[Tensor]:
     scores = scores.contiguous()
     values, ids = scores.new_empty(len(scores), k), scores.new_empty(len(scores), k, dtype=torch.int64)
-    _run(_top_k_kernel, scores, values, ids, (scores, values, ids))
+    _run(_top_k_kernel, scores, ids, scores, values, ids)
     return [values, ids]
 
 
@@ -76,7 +81,7 @@ def _fake(scores, k):
 @writes("dscores")
 def _gradient(dvalues, ids, dscores) -> None:
     dvalues = dvalues.contiguous()
-    _run(_top_k_backward_kernel, dscores, dvalues, ids, (dvalues, ids, dscores))
+    _run(_top_k_backward_kernel, dscores, ids, dvalues, ids, dscores)
 
 
 def _save(ctx, inputs, outputs):
@@ -96,18 +101,23 @@ def _backward(ctx, dvalues, dids):
 _top_k = Op(OP, _launch, _backward, _fake, _save)
 
 
-def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of scores (..., experts): values (..., k) in the dtype of scores, and their ids, int64.
-
-    Sorted by value, descending, and by id where values are equal, ascending; −0 equals +0, and NaN infinity. The
-    gradient of a value goes to its score. bf16, fp16 or fp32. Raises ValueError for k beyond the number of experts.
-    """
+@once
+def _check(scores: Tensor, k: int) -> None:
     check(OP, scores=scores)
     experts = scores.shape[-1] if scores.dim() else 0
     if not 1 <= experts <= MOST:
         raise ValueError(f"{OP}: scores has shape {tuple(scores.shape)}, expected (..., experts), 1 to {MOST} experts")
     if not 1 <= check_integer(OP, "k", k) <= experts:
         raise ValueError(f"{OP}: k is {truncated_repr(k)}, expected 1 to {experts}, the number of experts")
+
+
+def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest of scores (..., experts): values (..., k) in the dtype of scores, and their ids, int64.
+
+    Sorted by value, descending, and by id where values are equal, ascending; −0 equals +0, and NaN infinity. The
+    gradient of a value goes to its score. bf16, fp16 or fp32. Raises ValueError for k beyond the number of experts.
+    """
+    _check(scores, k)
     lead = scores.shape[:-1]
-    values, ids = _top_k(scores.reshape(lead.numel(), experts), k)
+    values, ids = _top_k(scores.reshape(lead.numel(), scores.shape[-1]), k)
     return values.view(*lead, k), ids.view(*lead, k)
