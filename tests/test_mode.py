@@ -142,6 +142,19 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
 @pytest.mark.parametrize("name", FUNCTIONS)
+def test_autocast_gives_a_result_the_dtype_that_pytorch_gives_it(name, dtype):
+    x, w = torch.randn(3, WIDTH).to(dtype), torch.randn(WIDTH, WIDTH)
+    with torch.autocast("cpu", torch.bfloat16):
+        try:
+            expected = FUNCTIONS[name](x, w)
+        except RuntimeError:  # PyTorch's own takes no mixture
+            pytest.skip("no such function of PyTorch's")
+        with batch_invariant_mode(strict=True):
+            assert FUNCTIONS[name](x, w).dtype == expected.dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_row_has_its_bits_whatever_the_batch(name, dtype):
     g = torch.Generator().manual_seed(2)
     x, w = (torch.randn(*shape, generator=g).to(dtype) for shape in ((33, WIDTH), (WIDTH, WIDTH)))

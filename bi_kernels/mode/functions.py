@@ -32,6 +32,20 @@ from bi_kernels.ops.grouped.top_k import MOST, top_k
 from bi_kernels.tokens import TokenLayout, current_layout, dense
 
 
+_widened: dict[tuple, torch.dtype] = {}
+
+
+def _as_autocast(func: Callable, x: Tensor, *more: object) -> Tensor:
+    """Returns x in the dtype in which autocast has PyTorch compute func(x, *more), which is asked once."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind):
+        return x
+    key = func, kind, x.dtype, torch.get_autocast_dtype(kind)
+    if key not in _widened:
+        _widened[key] = func(x.new_zeros(1, 1), *more).dtype
+    return x.to(_widened[key])
+
+
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dims, dtype, scale):
@@ -51,6 +65,7 @@ def reduce(mean: bool) -> Callable:
             return unknown(mode, func) if x.dim() and mode.in_trial else NotImplemented
         if out is not None or x.dim() == 0:
             return unknown(mode, func)
+        x = x if dtype else _as_autocast(func, x, -1)
         dims = sorted({d % x.dim() for d in ((dim,) if isinstance(dim, int) else dim or range(x.dim()))})
         mode.meets_sum(*(x.shape[d] for d in dims))
         count = torch.Size(x.shape[d] for d in dims).numel()
@@ -65,6 +80,7 @@ def norm(mode, func, x, p=2, dim=None, keepdim=False, dtype=None, out=None):
     x = x if isinstance(p, int | float) and p == 2 and dim is not None and out is None and dtype is None else None
     if x is None or x.dtype not in FLOATS:
         return unknown(mode, func)
+    x = _as_autocast(torch.norm, x, 2, -1)
     dims = sorted({d % x.dim() for d in ((dim,) if isinstance(dim, int) else dim)})
     y = _Sum.apply(x.float() * x.float(), dims, torch.float32, 1.0).sqrt().to(x.dtype)
     return y if keepdim else y.squeeze(dims)
@@ -82,7 +98,7 @@ def softmax(op: Callable) -> Callable:
         if not isinstance(dim, int) or x.dim() == 0:
             return unknown(mode, func)
         dtype = _stacklevel if isinstance(_stacklevel, torch.dtype) else dtype  # torch.softmax(x, dim, dtype)
-        x = x if dtype is None else x.to(dtype)
+        x = _as_autocast(func, x, -1) if dtype is None else x.to(dtype)
         if x.dtype not in FLOATS:
             return unknown(mode, func)
         mode.meets_sum(x.shape[dim])
@@ -103,10 +119,14 @@ def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
     device = next(t for t in tensors if t is not None).device.type
     if not torch.is_autocast_enabled(device):
         return list(tensors)
-    dtype = torch.get_autocast_dtype(device)
-    cast = lambda t: t if t is None or t.dtype == dtype else t.to(dtype)
-    keep = lambda t, c: with_grad(c.detach(), t.main_grad) if is_parameter(t) and hasattr(t, "main_grad") else c
-    return [t if cast(t) is t else keep(t, cast(t)) for t in tensors]
+    return [_cast(t, torch.get_autocast_dtype(device)) for t in tensors]
+
+
+def _cast(t: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """Returns t in a dtype; of a parameter, a leaf that leads to its main_grad."""
+    if t is None or t.dtype == dtype:
+        return t
+    return with_grad(t.detach().to(dtype), t.main_grad) if is_parameter(t) and hasattr(t, "main_grad") else t.to(dtype)
 
 
 def product(mode, x: Tensor, w: Tensor, bias: Tensor | None, across: bool):
@@ -217,8 +237,9 @@ def layer_norm(mode, func, x, normalized_shape, weight=None, bias=None, eps=1e-5
     for t in (weight, bias):
         adopted(mode, t)
     computed(mode, weight, bias)
+    x, weight, bias, dtype = _widest(func, x, weight, bias)
     with _rows(x.shape[:-1]):
-        return layer_norms.layer_norm(x, weight, bias, eps)
+        return layer_norms.layer_norm(x, weight, bias, eps).to(dtype)
 
 
 def rms_norm(mode, func, x, normalized_shape, weight=None, eps=None):
@@ -226,9 +247,17 @@ def rms_norm(mode, func, x, normalized_shape, weight=None, eps=None):
         return unknown(mode, func)
     adopted(mode, weight)
     computed(mode, weight)
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    x, weight, _, dtype = _widest(func, x, weight, None)
+    eps = torch.finfo(dtype).eps if eps is None else eps
     with _rows(x.shape[:-1]):
-        return norms.rms_norm(x, weight, eps)
+        return norms.rms_norm(x, weight, eps).to(dtype)
+
+
+def _widest(func: Callable, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple:
+    """Returns a norm's arguments in their widest dtype, and the dtype of its result."""
+    x = _as_autocast(func, x, (1,))
+    dtype = x.dtype if weight is None else torch.promote_types(x.dtype, weight.dtype)
+    return *(_cast(t, dtype) for t in (x, weight, bias)), x.dtype
 
 
 def embedding(
@@ -261,6 +290,7 @@ def cross_entropy(
     plain = weight is None and size_average is None and reduce is None and not label_smoothing and x.dim() == 2
     if not plain or target.is_floating_point() or x.dtype not in FLOATS:
         return unknown(mode, func)
+    x = _as_autocast(func, x, target.new_zeros(1))
     loss = -logprob.token_logprob(x, target, ignore_index=ignore_index)[0].to(x.dtype)
     if reduction == "none":
         return loss
