@@ -31,7 +31,6 @@ from bi_kernels.ops.gemm.gemm import matmul as multiply
 from bi_kernels.ops.grouped.top_k import MOST, top_k
 from bi_kernels.tokens import TokenLayout, current_layout, dense
 
-
 _widened: dict[tuple, torch.dtype] = {}
 
 
