@@ -14,6 +14,7 @@ DTYPES: dict[str, torch.dtype] = {name: getattr(torch, _DTYPES[name]["torch"]) f
 EPS: float = CONTRACT["arithmetic"]["eps"]
 SHAPES: dict[str, dict] = CONTRACT["shapes"]
 SWEEP: dict = CONTRACT["sweep"]
+VARIANT: dict = SWEEP["variant"]
 
 
 def evaluate(expression: str, **names: float) -> float:

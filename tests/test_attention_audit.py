@@ -12,12 +12,14 @@ from conftest import op_under_test, slow_but
 import bi_kernels
 from bi_kernels.audit.checks import forward as judge
 from bi_kernels.audit.checks import gradient as gradients
+from bi_kernels.audit.checks import single_call
 from bi_kernels.audit.compare import compare
 from bi_kernels.audit.controls.attention import ATTENTION_CONTROLS
 from bi_kernels.audit.findings import NEEDS_FIX, PASS
 from bi_kernels.audit.layouts import keys, layouts, spans
 from bi_kernels.audit.session import start
 from bi_kernels.audit.targets.op_step import Step
+from bi_kernels.contract import CONTRACT, SWEEP, VARIANT, dtype_name
 from bi_kernels.ops.attention.attention import arguments, attend
 from helpers import attention
 from helpers.attention_edges import FAR, apart, nan_for_no_key, packed_edges, padded_edges
@@ -246,3 +248,28 @@ def test_the_gluon_kernels_compile_for_sm_90_without_an_atomic():
     lines = lambda names: [f"{name}_kernel sm_90 True True []" for name in names]
     expected = lines(kernels) + ["3"] * 2 + lines(late) + ["3", "5", "5"]  # a tile without keys is a branch
     assert done.stdout.splitlines() == expected, done.stdout + done.stderr
+
+
+# Variants, which are asked less where attention is asked everything
+
+
+def test_a_variant_is_asked_less_beside_attention_alone():
+    given = {"dtype": "all", "device": "cpu", "checks": "all"}
+    every = start("attention", given).make()
+    of = {s.problem.op.name: [t for t in every if t.problem.op == s.problem.op] for s in every}
+    assert [dtype_name(s.problem.dtype) for s in of["attention_sinks"]] == VARIANT["dtypes"]
+    assert len(of["attention"]) == 3 and not any(s.problem.brief for s in of["attention"])
+    assert all(s.problem.brief for name, mine in of.items() for s in mine if name != "attention")
+    assert not any(s.problem.brief for s in start("attention", given | {"op": "attention_sinks"}).make())
+    assert not any(s.problem.brief for s in start("dtype", given).make()), "which asks all of every dtype"
+
+
+def test_a_variants_checks_are_some_of_attentions():
+    (s, *_) = [s for s in start("attention", {"device": "cpu", "checks": "all"}).make() if s.problem.brief]
+    every = layouts(s.lengths)
+    assert {*VARIANT["layouts"], *VARIANT["compiled"]} <= {*every} and {*VARIANT["gradient_layouts"]} <= {
+        *gradients.LAYOUTS
+    }
+    assert {name.partition(":")[0] for name in VARIANT["layouts"]} == {*SWEEP["layouts"]}
+    assert max(s.lengths) > CONTRACT["arithmetic"]["attention_block"] and sum(s.lengths) < s.largest
+    assert {*VARIANT["uses"]} <= {*single_call.AXES}

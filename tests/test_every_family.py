@@ -40,7 +40,7 @@ def test_the_judge_sees_a_yes_whose_bits_differ(monkeypatch):
 
     made = tiny.built
     monkeypatch.setattr(tiny, "built", built)
-    row = judge.judge("qwen3")
+    row = judge.judge("qwen3", dtypes=["fp32"])
     assert row["says"] == [True, True] and row["bits"] == [False, False] and not judge.agree(row)
 
 
@@ -51,7 +51,7 @@ def test_the_judge_sees_what_restore_leaves_behind(monkeypatch):
 
     restore = judge.restore
     monkeypatch.setattr(judge, "restore", restored)
-    assert judge.judge("qwen3")["restored"] is False
+    assert judge.judge("qwen3", dtypes=["fp32"])["restored"] is False
 
 
 def test_a_layout_that_means_something_else_is_not_asked():

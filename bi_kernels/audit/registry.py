@@ -38,6 +38,7 @@ class Op:
     arguments: dict[str, tuple] = field(default_factory=dict)
     free: dict[str, tuple] = field(default_factory=dict)  # likewise, of arguments that change no bit
     multiples: dict[str, int] = field(default_factory=dict)  # dimensions that are no other number
+    variant_of: str = ""  # an op of the same audit and code, from which it differs in one thing
 
     def returned(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         """Returns the dtype of each output by name, where that of the op is `dtype`."""
@@ -191,11 +192,12 @@ _EVERY = (
     Op("softmax", "vocabulary", {"x": "vocab"}, reduction="vocab"),
     Op("log_softmax", "vocabulary", {"logits": "vocab"}, outputs=("out:fp32",), reduction="vocab"),
     Op("attention", "attention", cases=_groups, **_ATTENTION),
-    Op("attention_window", "attention", constants={"window": 33}, **_ATTENTION),
+    Op("attention_window", "attention", constants={"window": 33}, variant_of="attention", **_ATTENTION),
     Op(
         "attention_soft_cap",
         "attention",
         constants={"soft_cap": 5.0},
+        variant_of="attention",
         **_ATTENTION | {"arguments": {"soft_cap": (50.0, 0.5), "scale": (0.5,)}},
     ),
     Op(
@@ -203,11 +205,13 @@ _EVERY = (
         "attention",
         shared={"sinks": "heads"},
         constants={"chunk": 33},
+        variant_of="attention",
         **_ATTENTION | {"arguments": {"chunk": (1, 16, None)}},
     ),
     Op(
         "attention_narrow_v",
         "attention",
+        variant_of="attention",
         **_ATTENTION | {"tokens": _ATTENTION["tokens"] | {"v": "kv_heads, head_dim - head_dim // 3"}, "arguments": {}},
     ),
     Op("matmul", "gemm", {"a": "K"}, {"b": "N, K:t"}, cases=_linears("o"), **_LINEAR),

@@ -14,7 +14,7 @@ from bi_kernels.audit.findings import ACCURACY, DETERMINISM, INVARIANCE, Row, ne
 from bi_kernels.audit.layouts import VIEWS, shapes_launched
 from bi_kernels.audit.targets.op import CANCELLING, OpUnderTest, refusal
 from bi_kernels.audit.targets.op_step import NAN_PADDING, Step, gradient_lengths
-from bi_kernels.contract import SWEEP, dtype_name
+from bi_kernels.contract import SWEEP, VARIANT, dtype_name
 from bi_kernels.reference_gradients import gradient
 
 LAYOUTS = tuple(SWEEP["gradient_layouts"])
@@ -42,7 +42,8 @@ def judge_gradients(subject: OpUnderTest) -> list[Row]:
 
 def by_split(subject: OpUnderTest) -> Iterator[Row]:
     """Judges invariance over layouts and splits, `.grad` without a main_grad, and determinism, tensor by tensor."""
-    kinds = {CANCELLING: LAYOUTS, "nonfinite": WITH_NEIGHBOURS}
+    layouts = tuple(VARIANT["gradient_layouts"]) if subject.problem.brief else LAYOUTS
+    kinds = {CANCELLING: layouts, "nonfinite": WITH_NEIGHBOURS}
     for kind, names in (kinds | ({NAN_PADDING: PADDED} if subject.problem.op.shared else {})).items():
         step = Step(subject, kind)
         said = {"inputs": kind, "rows": step.count}
@@ -94,7 +95,7 @@ def _asked(step: Step, names: Sequence[str], base: Gradients) -> Iterator[tuple[
     if step.kind != CANCELLING:
         return
     said = {"against": "packed", "detail": "tokens and upstream gradient", "axes": [Kind.MEMORY]}
-    for name, view in VIEWS.items():
+    for name, view in {} if step.subject.problem.brief else VIEWS.items():
         yield name, lambda: step.gradients(view=view), lambda: base, "", said
     if step.shared:
         alone, said = (

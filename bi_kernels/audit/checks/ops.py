@@ -3,7 +3,7 @@ few that kill most mutants."""
 
 import importlib
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 
 from bi_kernels.audit import parallel
 from bi_kernels.audit.checks import forward, gradient, limits, long_sequences
@@ -15,6 +15,7 @@ from bi_kernels.audit.static.launches import Launches, recorded
 from bi_kernels.audit.static.verdict import atomics_free
 from bi_kernels.audit.targets.op import CANCELLING, OpUnderTest
 from bi_kernels.audit.targets.op_step import Step
+from bi_kernels.contract import VARIANT
 
 QUICK = ("singles", "batch", "left_padded:16", "chunked:7", "decode")  # layouts of a quick audit
 QUICK_ATTENTION = ("batch", "chunked:7", "decode")  # whose calls are many
@@ -28,7 +29,8 @@ def judge_subject(session, number: int, wants_forward: bool, wants_backward: boo
     refused = lambda rows: any(r.verdict == UNSUPPORTED for r in rows)
     if wants_backward:
         importlib.import_module("torch._dynamo")  # one use is compiled: what records must know before
-    with recorded() if wants_backward else nullcontext() as launches:
+    brief = subject.problem.brief
+    with recorded() if wants_backward and not brief else nullcontext() as launches:
         rows = forward.judge(subject) if wants_forward else []
         subject.forget()
         if wants_backward and not refused(rows):
@@ -40,6 +42,10 @@ def judge_subject(session, number: int, wants_forward: bool, wants_backward: boo
         rows += limits.judge(subject, wants_backward)
     if not wants_backward:
         return rows, None
+    if brief:  # else of every layout, view and use
+        with recorded() as launches, suppress(Exception):  # a row says what it raises
+            for layout in VARIANT["compiled"]:
+                Step(subject, CANCELLING).gradients(layout)
     rows += gradient.judge_gradient_accuracy(subject) + long_sequences.judge(subject)
     launches.variants = launches.variants | examined(launches, only_compiled=True)
     return rows, launches

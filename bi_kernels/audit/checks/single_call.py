@@ -17,6 +17,7 @@ from bi_kernels.audit.findings import Row, sentence
 from bi_kernels.audit.step import Results
 from bi_kernels.audit.targets.op import CANCELLING, OpUnderTest
 from bi_kernels.audit.targets.op_step import Step
+from bi_kernels.contract import VARIANT
 
 SINGLE_CALL = "one packed call"  # what the same call made in another way is compared with
 AXES: dict[str, tuple[Kind, str, Callable[[Step], dict[str, Variant]]]] = {  # kind of what differs, relation, checks
@@ -35,8 +36,10 @@ REFUSALS = dict.fromkeys([NO_ROWS, *NO_COLUMNS.values()], ("(0,", ", 0)", " is 0
 REFUSALS |= {ONE_TOKEN: ("expected (..., M, K)",)}  # a product of matrices
 
 
-def by_use(subject: OpUnderTest, only: Sequence[str] = tuple(AXES)) -> Iterator[Row]:
+def by_use(subject: OpUnderTest, only: Sequence[str] = ()) -> Iterator[Row]:
     """Judges the axes, or those named in `only`: a row a way, of all outputs and gradients together."""
+    few = subject.problem.brief and not subject.problem.op.shared
+    only = only or (VARIANT["uses"] if few else tuple(AXES))
     u, raised = subject.computed("invariance", SINGLE_CALL, lambda: begun(subject))
     if raised:
         yield from raised

@@ -27,6 +27,7 @@ def scripts(s: OpUnderTest, candidate: Candidate, rows: list[Row], folder: Path)
     p, found, names = s.problem, [], set()
     function, imports = fn_name(*import_of(candidate, p.op, folder))
     given = {"case": p.case, "dtype": dtype_name(p.dtype), "shapes": p.shapes, "device": p.device.type, "seed": p.seed}
+    given |= {"brief": True} if p.brief else {}
     listed = ", ".join(f"{k}={v!r}" for k, v in given.items())
     made = [f"torch.set_num_threads({torch.get_num_threads()})  # more may cut a sum elsewhere"]
     made.append(f"op = registered({function}, {p.op.name!r}, {listed})  # draws its inputs")

@@ -16,10 +16,12 @@ from bi_kernels.contract import DTYPES
 
 
 def registered(
-    function: Callable, op: str, case: str, dtype: str, shapes: str, device: str, seed: int = 0
+    function: Callable, op: str, case: str, dtype: str, shapes: str, device: str, seed: int = 0, brief: bool = False
 ) -> OpUnderTest:
-    """Returns a function as the op of that name in the registry, which draws its inputs from the seed."""
-    return OpUnderTest(OpConfig(OPS[op], case, DTYPES[dtype], shapes, torch.device(device), seed), function, "", "")
+    """Returns a function as the op of that name in the registry, which draws its inputs from the seed; brief: see
+    OpConfig."""
+    problem = OpConfig(OPS[op], case, DTYPES[dtype], shapes, torch.device(device), seed, brief=brief)
+    return OpUnderTest(problem, function, "", "")
 
 
 def training_step(op: OpUnderTest, inputs: str) -> Step:

@@ -17,7 +17,7 @@ from bi_kernels.audit.layouts import Call, Keys, keys, layouts, of_each_token, s
 from bi_kernels.audit.targets.base import Target
 from bi_kernels.audit.targets.fresh_memory import of_candidate, poisoned_memory
 from bi_kernels.audit.targets.op_config import OpConfig, joined
-from bi_kernels.contract import CONTRACT, SHAPES, SWEEP, dtype_name
+from bi_kernels.contract import CONTRACT, SHAPES, SWEEP, VARIANT, dtype_name
 
 POISONED = 3  # sample that holds NaN and Inf, of inputs that are not finite
 CANCELLING = "cancelling"  # the inputs under which another order of a sum shows most
@@ -44,10 +44,12 @@ class OpUnderTest(Target):
 
     @property
     def lengths(self) -> Sequence[int]:
-        return self.own_lengths or SHAPES[self.problem.shapes]["lengths"]
+        return self.own_lengths or (VARIANT if self.problem.brief else SHAPES[self.problem.shapes])["lengths"]
 
     @property
     def largest(self) -> int:
+        if self.problem.brief:
+            return max(VARIANT["rows"])
         return SWEEP["interpreter_rows"] if self.problem.device.type == "cpu" else max(SWEEP["rows"])
 
     @property

@@ -10,7 +10,7 @@ from bi_kernels import reference
 from bi_kernels.audit.compare import Tensors
 from bi_kernels.audit.inputs import INTEGERS, KINDS, cancel, draw, draw_ids, draw_integers, generator
 from bi_kernels.audit.registry import Op, audited
-from bi_kernels.contract import DTYPES, SHAPES, SWEEP, evaluate
+from bi_kernels.contract import DTYPES, SHAPES, SWEEP, VARIANT, dtype_name, evaluate
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class OpConfig:
     device: torch.device
     seed: int = 0
     sizes: dict[str, int] = field(default_factory=dict)  # dimensions in place of the shape set's
+    brief: bool = False  # a variant beside the op that it is of, which is asked everything: see [sweep.variant]
 
     @property
     def dims(self) -> dict[str, int]:
@@ -125,13 +126,15 @@ def problems(
     audit: str, dtypes: list[str], shapes: str, device: torch.device, seed: int = 0, ops: tuple[str, ...] = ()
 ) -> list[OpConfig]:
     """Returns every op of an audit (or those named), at every case and dtype; on the interpreter one linear layer of
-    the backward audit and one attention stand for the others."""
+    the backward audit and one attention stand for the others, and variants are asked less."""
     one = {"backward": "o", "attention": "gqa", "dtype": "gqa"}.get(audit) if device.type == "cpu" else None
-    return [
-        OpConfig(op, case, DTYPES[d], shapes, device, seed)
-        for op in audited(audit)
-        if not ops or op.name in ops
+    chosen = [op for op in audited(audit) if not ops or op.name in ops]
+    names = {op.name for op in chosen if op.audit == audit and device.type == "cpu"}
+    found = [
+        OpConfig(op, case, DTYPES[d], shapes, device, seed, brief=op.variant_of in names)
+        for op in chosen
         for case in op.cases(shapes)
         if one in (None, case) or one not in op.cases(shapes)
         for d in dtypes
     ]
+    return [p for p in found if not p.brief or len(dtypes) == 1 or dtype_name(p.dtype) in VARIANT["dtypes"]]

@@ -18,7 +18,7 @@ from bi_kernels.audit.layouts import Call, keys, layouts, of_each_token
 from bi_kernels.audit.step import PLAIN, Context, Results
 from bi_kernels.audit.targets.fresh_memory import of_candidate, poisoned_memory
 from bi_kernels.audit.targets.op import CANCELLING, POISONED, OpUnderTest, fill, gather, places
-from bi_kernels.contract import SHAPES
+from bi_kernels.contract import SHAPES, VARIANT
 from bi_kernels.tokens import TokenLayout
 
 NAN_PADDING = "normal, NaN in padding"
@@ -42,7 +42,9 @@ def token_layout(call: Call, lengths: Sequence[int]) -> TokenLayout:
 def gradient_lengths(subject: OpUnderTest) -> list[int]:
     """Returns the samples of a step: long ones where the tensor core does the work, the forward audits' for fp32."""
     shape = SHAPES[subject.problem.shapes]
-    return shape.get("gradient_lengths", shape["lengths"]) if subject.problem.dtype.itemsize == 2 else shape["lengths"]
+    if "gradient_lengths" in shape and subject.problem.dtype.itemsize == 2:
+        return shape["gradient_lengths"]
+    return VARIANT["lengths"] if subject.problem.brief else shape["lengths"]
 
 
 class Step(step.Step):
