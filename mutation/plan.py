@@ -101,12 +101,13 @@ def of_files(found: Sequence[Mutant], patterns: str) -> list[Mutant]:
 
 
 def sampled(found: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
-    """Returns so many mutants, function by function in turn: hand-made ones first, and of each function at random."""
+    """Returns so many mutants: hand-made ones first, then function by function in turn, both at random."""
     rng, turns = random.Random(seed), []
     for mine in grouped(found, lambda m: (m.file, m.function)).values():
         mine = sorted(mine, key=lambda m: m.id)
         rng.shuffle(mine)
         turns.append(sorted(mine, key=lambda m: not m.operator.startswith(HAND_MADE)))
+    random.Random(seed).shuffle(turns)  # else a small sample would be of the first files
     chosen = [
         m for round_ in range(max(map(len, turns), default=0)) for mine in turns for m in mine[round_ : round_ + 1]
     ]

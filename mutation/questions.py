@@ -28,8 +28,8 @@ WIDE = {"embedding": {"hidden": 2_100}}  # more columns than a program copies
 
 
 def asked(op: str, dtype: str, device: str, whole: bool = True, seed: int = 0) -> Iterator[Row]:
-    """Yields the rows of one op of this package, or of MODELS, in one dtype, as its audits have them; whole: or those that kill
-    most."""
+    """Yields the rows of one op of this package, or one of MODELS, in one dtype, as its audits have them; whole: or
+    those that kill most."""
     if op in MODELS:
         yield from MODELS[op](dtype, device, seed)
         return

@@ -355,6 +355,25 @@ def test_a_mutant_counts_as_killed_where_every_seed_kills_it(lucky, verdict, mon
     assert alone == {seed: "killed" if seed in lucky else "survived" for seed in SEEDS}
 
 
+NOTEBOOKS = "IPython", "papermill", "nbformat", "nbclient", "nbconvert", "ipykernel", "junitparser", "elftools"
+
+
+@pytest.mark.slow
+def test_mutants_are_judged_without_what_notebooks_need():
+    """A machine with a GPU may have torch and Triton alone, beside what draws and prints."""
+    code = f"""
+import sys
+sys.modules |= dict.fromkeys({NOTEBOOKS!r})
+from bi_kernels.audit.parameters import choose, find_helpers
+choose("cpu"); find_helpers()
+import bi_kernels.audit.cli, bi_kernels.audit.commands, mutation.command
+from mutation.questions import asked
+print({{row.verdict for row in asked("silu", "fp32", "cpu", False)}})
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.stdout == "{'pass'}\n", ended.stderr
+
+
 def waits_for(done, seconds: float) -> bool:
     end = time.monotonic() + seconds
     while not done() and time.monotonic() < end:
