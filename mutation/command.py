@@ -1,5 +1,6 @@
 """Runs `bi-audit mutate`."""
 
+import shlex
 from pathlib import Path
 
 from rich.console import Console
@@ -8,8 +9,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from bi_kernels.audit.parameters import choose
 from bi_kernels.audit.report.provenance import provenance
 from mutation import document, plan
-from mutation.reach import on_hopper
-from mutation.run import judged
+from mutation.run import SEEDS, judged
+
+KEPT = "judged.jsonl"  # every verdict as it comes, until the report is written
 
 
 def run(given, out: Path) -> tuple[list[str], bool]:
@@ -22,7 +24,7 @@ def run(given, out: Path) -> tuple[list[str], bool]:
     every, entries = plan.every(), plan.equivalents(file)
     for entry in plan.stale(every, entries):
         raise ValueError(f"{file.name}: no mutant of {entry.file}, {entry.function}, has {entry.before!r}")
-    every = plan.of_audits([m for m in every if where.type == "cuda" or not on_hopper(m.file)], given.names)
+    every = plan.of_files(plan.of_audits(plan.of_device(every, where.type), given.names), given.files)
     mutants = plan.sampled(every, given.sample or 0, given.seed)
     out.mkdir(parents=True, exist_ok=True)
     word = TextColumn("{task.fields[word]}")
@@ -35,17 +37,20 @@ def run(given, out: Path) -> tuple[list[str], bool]:
             number[found["verdict"]] += 1
             progress.update(task, completed=len(mutants) - left, word=", ".join(f"{n} {k}" for k, n in number.items()))
 
-        found = judged(mutants, where.type, given.jobs, out / ".mutants.jsonl", tell)
+        found = judged(mutants, where.type, given.jobs, out / KEPT, tell, range(given.seeds))
     of = {m.id: m for m in mutants}
     wrong = document.check_equivalents(found, entries, of, where.type)
     parameters = {"audits": " ".join(given.names) or "all", "sample": given.sample or "all", "seed": given.seed}
+    parameters |= {"files": given.files or "all", "seeds": given.seeds}
     device = given.device if given.device != "auto" else None
-    told = {"--sample": given.sample, "--seed": given.seed or None, "--device": device}
+    told = {"--sample": given.sample, "--files": given.files and shlex.quote(given.files) or None}
+    told |= {"--seed": given.seed or None, "--seeds": given.seeds if given.seeds != len(SEEDS) else None}
+    told["--device"] = device
     command = ["bi-audit mutate", *given.names, *(f"{k} {v}" for k, v in told.items() if v is not None)]
     made = provenance(where, parameters) | {"command": f"`{' '.join(command)}`"}
-    there = document.population(every, given.names)
+    there = document.population(every, given.names, given.files)
     document.record(out, found, of, made, there)
     document.write(out)
-    (out / ".mutants.jsonl").unlink()
+    (out / KEPT).unlink()
     failed = document.rate(found) < document.GOAL or any(document.BUT in line for line in wrong)
     return [*wrong, f"{document.summary(found, there)}; document in {out}"], failed

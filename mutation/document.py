@@ -132,17 +132,21 @@ def check_equivalents(
     return wrong
 
 
-def population(mutants: Sequence[Mutant], names: Sequence[str]) -> dict:
-    """Returns how many mutants there are to draw from: by hand, generated, and in each file. names: of the audits."""
+def population(mutants: Sequence[Mutant], names: Sequence[str], patterns: str = "") -> dict:
+    """Returns how many mutants there are to draw from: by hand, generated, and in each file. names: of the audits;
+    patterns: of files."""
     by_hand = sum(m.operator.startswith(HAND_MADE) for m in mutants)
     files = dict(Counter(m.file for m in mutants))
-    return {"audits": [*names], "hand-made": by_hand, "generated": len(mutants) - by_hand, "files": files}
+    return {"audits": [*names], "hand-made": by_hand, "generated": len(mutants) - by_hand, "files": files} | (
+        {"patterns": patterns} if patterns else {}
+    )
 
 
 def left_alone(found: Sequence[dict], there: dict) -> str:
     """Says how many mutants there are, and in which files a run broke nothing; there: from `population`."""
     names = there["audits"]
     whose = f"the audits named ({', '.join(names)})" if names else "all audits"
+    whose += f" in files that match {there['patterns']}" if "patterns" in there else ""
     left = {file: count for file, count in there["files"].items() if file not in {f["file"] for f in found}}
     files, more = len(there["files"]), sum(left.values())
     said = (
@@ -177,9 +181,11 @@ def write(folder: Path) -> None:
         "process of its own, which is asked most of what their own audits, that of gradients and that of drawn cases "
         "ask of the ops of its file and, where these are fewer than four, of others that reach it, until something "
         "needs a fix: in fp32, of attention in bf16 too, else in bf16 what kills most, of no op in fp16; most of it "
-        "at tiny sizes; and, once it is killed, with two more seeds: what not all three show is not caught. Not "
-        "asked: whole models, the static audit, that of dtypes, GEMM's sweep in CUDA graphs and compiled and its rows"
-        " beyond 4,096, attention's late copies. A "
+        "at tiny sizes; and, once it is killed, with every other seed of the run, two by default: what not all of "
+        "them show is not caught. Kernels for sm_90 are asked in bf16 at a model's sizes, by the ops that are large "
+        "there. Experts, `batch_invariant_mode` and the adapter of Transformers are asked by small models. Not asked: "
+        "larger models, the static audit, that of dtypes, GEMM's sweep in CUDA graphs and compiled and its rows "
+        "beyond 4,096, attention's late copies. A "
         "survivor is a question to add, or stands in the file of equivalents with the reason why nothing that is "
         "promised changes there; a mutant of that file that is killed fails the run. Left alone is most of what the "
         "contract calls free (GEMM's tiles and their choice, warps and stages of a launch), and what no audit of bits "

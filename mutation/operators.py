@@ -22,6 +22,9 @@ FREE = {
     *("checked_targets", "fits_apart", "_Unset", "_", "_fake", "_fake_log_softmax", "_fake_sums", "_fake_softmax"),
 }
 LAUNCHED = re.compile(r"num_warps|num_stages|warps|stages|group|persistent|enable_fp_fusion|GROUP_M|FLATTEN|stacklevel")
+# how a kernel in Gluon lays out what it holds: another layout changes nothing, or is refused by the compiler
+LAYOUT = re.compile(r"(NVMMA\w+|Blocked|Slice|DotOperand|SwizzledShared|MBarrier)Layout$")
+WAITS = "wait", "wait_group", "fence_async_shared"
 STRIDE = re.compile(r"stride|columns|width|heads|cols|half|rows")
 # launchers and backwards, whose results are tensors
 TENSOR = re.compile(r"^(_?(launch|backward|forward|gradient)\w*|norm_forward|look_up|_gemm)$")
@@ -41,6 +44,7 @@ class Mutant:
     before: str  # the lines as they were, stripped
     number: int = 0  # among equal ones
     more: str = ""
+    device: str = ""  # where alone it changes anything, "cuda": it needs sm_90
 
     @cached_property
     def id(self) -> str:
@@ -179,7 +183,37 @@ def _copies(s: _Source, node: ast.AST) -> Iterator[Edit]:
         yield "memory not cleared", node.func, func.replace("zeros", "empty")
 
 
-SYNTAX: tuple[Callable, ...] = (_comparisons, _constants, _accesses, _casts, _loops, _arithmetic, _branches, _copies)
+def _agreement(s: _Source, node: ast.AST) -> Iterator[Edit]:
+    """What chooses another program, or recognises one, by comparing results."""
+    if isinstance(node, ast.Call) and _name(node.func) in ("equal", "allclose"):
+        yield "always equal", node, "True"
+
+
+def _pipeline(s: _Source, node: ast.AST) -> Iterator[Edit]:
+    """What a kernel in Gluon waits for, and what it copies to where."""
+    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and _name(node.value.func) in WAITS:
+        yield "wait dropped", node, "pass"
+    if not isinstance(node, ast.Call):
+        return
+    if s.of(node.func) in ("mbarrier.wait", "mbarrier.expect"):
+        given = node.args[1]
+        phase = node.func.attr == "wait"
+        yield (
+            "phase by one" if phase else "bytes of half a copy",
+            given,
+            f"({s.of(given)}) ^ 1" if phase else f"({s.of(given)}) // 2",
+        )
+    if _name(node.func) == "async_copy_global_to_shared":
+        for at in (n for given in node.args for n in ast.walk(given) if isinstance(n, ast.List)):
+            for number in at.elts:
+                yield "copy one off", number, f"({s.of(number)}) + 1"
+    if _name(node.func) == "permute" and len(node.args) == 1 and isinstance(node.args[0], ast.Tuple):
+        yield "transpose dropped", node, s.of(node.func.value)
+
+
+SYNTAX: tuple[Callable, ...] = (
+    *(_comparisons, _constants, _accesses, _casts, _loops, _arithmetic, _branches, _copies, _agreement, _pipeline),
+)
 
 # what a launcher or an autograd.Function may make of its results: a condition on the tensors that it was given
 CONDITIONS = {
@@ -250,6 +284,8 @@ def _walk(node: ast.AST) -> Iterator[ast.AST]:
                 continue
             if isinstance(child, ast.FunctionDef) and child.name in FREE:
                 continue
+            if isinstance(child, ast.Call) and LAYOUT.match(_name(child.func)):
+                continue
             yield child
             yield from _walk(child)
 
@@ -266,7 +302,8 @@ def mutants(file: str, text: str, public: frozenset[str] = frozenset()) -> list[
         before = " ".join(s.text[s.offsets[node.lineno - 1] : s.offsets[node.end_lineno]].split())
         key = top.name, operator, before, new
         counts[key] = counts.get(key, -1) + 1
-        if _compiles(s.text[first:start] + new + s.text[end:last], file):  # the rest of the module does
+        # the rest of the module compiles, and so does one number in the place of another
+        if isinstance(node, ast.Constant) or _compiles(s.text[first:start] + new + s.text[end:last], file):
             found.append(Mutant(file, top.name, operator, node.lineno, start, end, new, before, counts[key], more))
 
     for top in s.tree.body:

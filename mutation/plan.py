@@ -5,13 +5,15 @@ import random
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 
 import bi_kernels
 from bi_kernels.audit.findings import grouped
 from bi_kernels.audit.registry import OPS
 from mutation.operators import HAND_MADE, Mutant, mutants
-from mutation.reach import defined, ops_for, package, sources
+from mutation.reach import defined, on_hopper, ops_for, package, sources
 
 HERE = Path(__file__).parent
 EQUIVALENTS = HERE / "equivalents.toml"
@@ -48,7 +50,7 @@ def every() -> list[Mutant]:
 def hand_made(path: Path = HERE / "hand_made.toml") -> list[Mutant]:
     """Returns the mutants of hand_made.toml. Raises ValueError where the text to be edited stands there otherwise than
     once."""
-    found = []
+    found, tree = [], cache(ast.parse)
     for entry in tomllib.loads(path.read_text(encoding="utf-8")).get("mutant", []):
         file, old, new = entry["file"], entry["old"], entry["new"]
         text = (package() / file).read_text(encoding="utf-8")
@@ -56,9 +58,10 @@ def hand_made(path: Path = HERE / "hand_made.toml") -> list[Mutant]:
             raise ValueError(f"{path.name}: {old!r} stands {text.count(old)} times in {file}, expected once")
         start = text.index(old)
         line = text.count("\n", 0, start) + 1
-        around = next(n for n in ast.parse(text).body if n.end_lineno >= line)
+        around = next(n for n in tree(text).body if n.end_lineno >= line)
         before, operator = " ".join(old.split()), HAND_MADE + entry["name"]
-        found.append(Mutant(file, defined(around)[0], operator, line, start, start + len(old), new, before))
+        at, device = (line, start, start + len(old), new, before), entry.get("device", "")
+        found.append(Mutant(file, defined(around)[0], operator, *at, device=device))
     return found
 
 
@@ -78,16 +81,33 @@ def stale(found: Sequence[Mutant], entries: Sequence[Equivalent]) -> list[Equiva
 
 def of_audits(found: Sequence[Mutant], names: Sequence[str]) -> list[Mutant]:
     """Returns the mutants that are judged by an op of the audits named; all where none is."""
-    return [m for m in found if not names or any(OPS[op].audit in names for op in ops_for(m.file, m.function))]
+    audit = lambda op: OPS[op].audit if op in OPS else op
+    return [m for m in found if not names or any(audit(op) in names for op in ops_for(m.file, m.function))]
+
+
+def of_device(found: Sequence[Mutant], device: str) -> list[Mutant]:
+    """Returns the mutants that a kind of device can show: on a CPU, none of what sm_90 alone runs."""
+    return [m for m in found if device == "cuda" or not (on_hopper(m.file) or m.device == "cuda")]
+
+
+def of_files(found: Sequence[Mutant], patterns: str) -> list[Mutant]:
+    """Returns the mutants of files below the package that a pattern matches, with "," between patterns; all for none.
+    Raises ValueError for a pattern that matches none."""
+    wanted = [p for p in patterns.split(",") if p]
+    for pattern in wanted:
+        if not any(fnmatch(m.file, pattern) for m in found):
+            raise ValueError(f"--files is {patterns!r}, and {pattern!r} matches no file that has mutants")
+    return [m for m in found if not wanted or any(fnmatch(m.file, p) for p in wanted)]
 
 
 def sampled(found: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
-    """Returns so many mutants, function by function in turn: hand-made ones first, and of each function at random."""
+    """Returns so many mutants: hand-made ones first, then function by function in turn, both at random."""
     rng, turns = random.Random(seed), []
     for mine in grouped(found, lambda m: (m.file, m.function)).values():
         mine = sorted(mine, key=lambda m: m.id)
         rng.shuffle(mine)
         turns.append(sorted(mine, key=lambda m: not m.operator.startswith(HAND_MADE)))
+    random.Random(seed).shuffle(turns)  # else a small sample would be of the first files
     chosen = [
         m for round_ in range(max(map(len, turns), default=0)) for mine in turns for m in mine[round_ : round_ + 1]
     ]

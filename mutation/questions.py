@@ -17,26 +17,22 @@ from bi_kernels.audit.memory import in_turn
 from bi_kernels.audit.registry import OPS
 from bi_kernels.audit.targets.op import CANCELLING, OpUnderTest
 from helpers import attention, attention_edges, elementwise, gemm, vocabulary, without_main_grad
+from mutation.models import MODELS
+from mutation.reach import LARGE
 
 QUICK = ("singles", "batch", "left_padded:16", "chunked:7", "decode")
 MANY = 70_000  # tokens of which the LM head computes the logits in three parts
 DRAWN = 8  # cases, as in the audit of drawn cases on the interpreter
-# Asked at a model's sizes besides, on a GPU: tiny ones hardly reach the programs for sm_90. Sizes in place of the
-# model's, and whether values are held against fp64, which the logits of a whole vocabulary leave no memory for
-MODEL = "qwen3-8b"
-LARGE: dict[str, tuple[dict, bool]] = {
-    "linear": ({}, True),
-    "rms_norm": ({"hidden": 24_576}, True),  # a block of so wide a row fills shared memory
-    "attention": ({}, True),
-    "token_logprob": ({}, False),  # views of rows that are no multiple of 16
-    "lm_head_logprob": ({}, False),
-}
+MODEL = "qwen3-8b"  # whose sizes are asked of what is LARGE
 WIDE = {"embedding": {"hidden": 2_100}}  # more columns than a program copies
 
 
 def asked(op: str, dtype: str, device: str, whole: bool = True, seed: int = 0) -> Iterator[Row]:
-    """Yields the rows of one op of this package in one dtype, as its audits have them; whole: or those that kill
-    most."""
+    """Yields the rows of one op of this package, or one of MODELS, in one dtype, as its audits have them; whole: or
+    those that kill most."""
+    if op in MODELS:
+        yield from MODELS[op](dtype, device, seed)
+        return
     given = {"dtype": dtype, "device": device, "op": op, "seed": seed}
     at = lambda shapes: load(OPS[op].audit, given | {"shapes": shapes})
     session = at("tiny")
@@ -70,10 +66,10 @@ def _beyond(subjects: list[OpUnderTest]) -> Iterator[Row]:
 
 
 def _large(subjects: list[OpUnderTest], op: str) -> Iterator[Row]:
-    sizes, held_to_fp64 = LARGE[op]
+    changed, held_to_fp64 = LARGE[op]
     cases = {s.problem.dims.get("N"): s for s in subjects}  # of linear the widest and the narrowest
     for n in {min(cases), max(cases)} if op == "linear" else [next(iter(cases))]:
-        s = replace(cases[n], problem=replace(cases[n].problem, sizes=sizes), memo={})
+        s = replace(cases[n], problem=replace(cases[n].problem, **changed), memo={})
         stages = *[_values] * held_to_fp64, _quick, gradient.by_split, memory.by_view
         for stage in (*stages, *[forward.by_row_count] * (op == "linear")):  # some numbers of rows cut a product in two
             yield from stage(s)

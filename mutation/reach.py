@@ -1,6 +1,7 @@
 """Finds which ops of the registry reach a function: a graph of the names that each function mentions."""
 
 import ast
+from dataclasses import replace
 from functools import cache
 from pathlib import Path, PurePosixPath
 
@@ -10,6 +11,23 @@ from bi_kernels.audit.registry import OPS
 # An op's own file is judged first; of what many ops reach, these say most and take least.
 FIRST = ("rms_norm", "linear_bias", "embedding", "token_logprob", "lm_head_logprob", "matmul", "qk_norm", "attention")
 MOST = 4  # ops that a mutant outside of their own files is judged by
+# Asked at a model's sizes besides, on a GPU: tiny ones hardly reach the programs for sm_90. What replaces a problem's
+# fields, and whether values are held against fp64, which the logits of a whole vocabulary leave no memory for
+LARGE: dict[str, tuple[dict, bool]] = {
+    "linear": ({}, True),
+    "linear_bias": ({}, True),
+    "routed_linear": ({}, True),  # `torch._grouped_mm` among the programs
+    "rms_norm": ({"sizes": {"hidden": 24_576}}, True),  # a block of so wide a row fills shared memory
+    "attention": ({}, True),
+    "attention_soft_cap": ({}, True),
+    "attention_sinks": ({"op": replace(OPS["attention_sinks"], constants={})}, True),  # sm_90's kernels have no chunks
+    "token_logprob": ({}, False),  # views of rows that are no multiple of 16
+    "lm_head_logprob": ({}, False),
+}
+# what no op of the registry reaches, or not all of it, and the name of what is asked: see questions.MODELS
+MODELS = {"ops/grouped/": "experts", "mode/": "mode", "integrations/transformers/": "transformers"}
+# only checks or says something; or needs several processes
+LEFT = "check.py", "report.py", "ranks.py", "__init__.py"
 
 
 def package() -> Path:
@@ -18,8 +36,9 @@ def package() -> Path:
 
 def sources() -> list[Path]:
     """Returns the files whose code is mutated: not the one that chooses configurations, which are free."""
-    files = [f for f in sorted((package() / "ops").rglob("*.py")) if f.name not in ("__init__.py", "cost.py")]
-    return [*files, package() / "tokens.py"]
+    ops = [f for f in sorted((package() / "ops").rglob("*.py")) if f.name not in ("__init__.py", "cost.py")]
+    models = (sorted((package() / folder).glob("*.py")) for folder in ("mode", "integrations/transformers"))
+    return [*ops, package() / "tokens.py", *(f for found in models for f in found if f.name not in LEFT)]
 
 
 def on_hopper(file: str) -> bool:
@@ -66,9 +85,12 @@ def reached(op: str) -> frozenset[tuple[str, str]]:
 
 
 def ops_for(file: str, function: str) -> list[str]:
-    """Returns the ops that a mutant of a function is judged by, in their order."""
+    """Returns what a mutant of a function is judged by, in its order: ops of the registry, and names of MODELS."""
     every = [op for op in OPS if (file, function) in reached(op)]
+    if on_hopper(file):
+        return [op for op in every if op in LARGE]
     home = lambda op: f"{bi_kernels._MODULE[OPS[op].function or op].replace('.', '/')}.py"
     mine = [op for op in every if home(op) == file]
     rest = sorted((op for op in every if op not in mine), key=lambda op: FIRST.index(op) if op in FIRST else len(FIRST))
-    return [*mine, *rest[: max(0, MOST - len(mine))]]
+    models = [name for folder, name in MODELS.items() if file.startswith(folder)]
+    return [*mine, *rest[: max(0, MOST - len(mine))], *models]

@@ -20,7 +20,7 @@ from bi_kernels.audit import parameters
 from bi_kernels.audit.executor import Died, ForkServer, Process
 from bi_kernels.audit.registry import OPS
 from mutation.operators import Mutant
-from mutation.reach import ops_for, package
+from mutation.reach import on_hopper, ops_for, package
 
 PRELOAD = "torch", "triton", "numpy", "numba"
 LEAST = 90  # seconds that a mutant has at least; more where the clean package takes long
@@ -37,6 +37,16 @@ def made_of() -> str:
     for path in sorted([*package().rglob("*.py"), package() / "contract.toml", *Path(__file__).parent.glob("*.py")]):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
+
+
+def attends(op: str) -> bool:
+    """Tells whether an op is attention, which takes minutes, and which has kernels of its own for 16 bits."""
+    return op in OPS and bool(OPS[op].cache)
+
+
+def dtypes_of(mutant: Mutant) -> tuple[str, ...]:
+    """Returns the dtypes in which a mutant is judged: kernels for sm_90 compute 16 bits alone."""
+    return DTYPE_ORDER[1:] if on_hopper(mutant.file) else DTYPE_ORDER
 
 
 class Copy:
@@ -67,8 +77,8 @@ class Copy:
             path.write_text(mutant.applied(text), encoding="utf-8")
             for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
                 compiled.unlink()
-        ops = sorted(ops, key=lambda op: bool(OPS[op].cache))  # attention, which takes minutes, comes last
-        asks = [(op, dtype, dtype == DTYPE_ORDER[0] or bool(OPS[op].cache)) for dtype in dtypes for op in ops]
+        ops = sorted(ops, key=attends)
+        asks = [(op, dtype, dtype == DTYPE_ORDER[0] or attends(op)) for dtype in dtypes for op in ops]
         seconds, patience = limits
         began = time.monotonic()
         try:
@@ -134,14 +144,19 @@ def limits(clean: Sequence[dict], ops: Sequence[str]) -> tuple[int, int]:
 
 
 def judged(
-    chosen: Sequence[Mutant], device: str, jobs: int, kept: Path, tell: Callable[[dict, int], object]
+    chosen: Sequence[Mutant],
+    device: str,
+    jobs: int,
+    kept: Path,
+    tell: Callable[[dict, int], object],
+    seeds: Sequence[int] = SEEDS,
 ) -> list[dict]:
     """Returns the verdict on every mutant, in their order; what `kept` holds of the same sources is not judged again.
 
     The unbroken package is judged first, in each dtype and with each seed. tell: gets each verdict as it comes, and how
     many are left. Raises ValueError, which names each op that needs a fix before it is broken.
     """
-    own, known = {"made": made_of(), "device": device}, {}
+    own, known = {"made": made_of(), "device": device, "seeds": len(seeds)}, {}
     key = lambda found: found.get("id") or (found["op"], found["dtype"], found["seed"])
     for line in kept.read_text(encoding="utf-8").splitlines() if kept.exists() else ():
         found = json.loads(line)
@@ -163,8 +178,9 @@ def judged(
 
         try:
             todo = {m: ops_for(m.file, m.function) for m in chosen if m.id not in known}
-            ops = sorted({op for mine in todo.values() for op in mine}, key=lambda op: (not OPS[op].cache, op))
-            unbroken = [(op, dtype, seed) for op in ops for dtype in DTYPE_ORDER for seed in SEEDS]  # attention first
+            every_kind = {(op, dtype) for m, mine in todo.items() for op in mine for dtype in dtypes_of(m)}
+            kinds = sorted(every_kind, key=lambda kind: (not attends(kind[0]), kind))  # attention first
+            unbroken = [(*kind, seed) for kind in kinds for seed in seeds]
             asked = {of: (None, of[:1], (3600, 3600), of[2:], of[1:2]) for of in unbroken if of not in known}
             for (op, dtype, seed), found in every(asked):
                 if found["verdict"] == "survived":
@@ -178,7 +194,8 @@ def judged(
             for m in chosen:
                 if m not in todo:
                     tell(known[m.id], left := left - 1)
-            for m, found in every({m: (m, mine, limits(clean, mine)) for m, mine in todo.items()}):
+            tasks = {m: (m, mine, limits(clean, mine), seeds, dtypes_of(m)) for m, mine in todo.items()}
+            for m, found in every(tasks):
                 keep(own | {"id": m.id} | said(m) | found)
                 tell(found, left := left - 1)
         except BaseException:

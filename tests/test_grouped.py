@@ -199,6 +199,18 @@ def test_combination_is_in_ascending_expert_id():
     assert not torch.equal(torch.einsum("tjf,tj->tf", y, weights), total)
 
 
+def test_a_compiled_combination_has_the_bits_of_eager_mode():
+    torch.compiler.reset()
+    y, weights, ids = torch.randn(5, 3, 16), torch.rand(5, 3), torch.stack([torch.randperm(8)[:3] for _ in range(5)])
+    found = []
+    for function in (bi.routed_sum, torch.compile(bi.routed_sum, backend="aot_eager", fullgraph=True)):
+        leaves = [t.clone().requires_grad_() for t in (y, weights)]
+        out = function(*leaves, ids)
+        out.backward(torch.ones_like(out))
+        found.append([out, *(t.grad for t in leaves)])
+    assert all(torch.equal(a, b) for a, b in zip(*found))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(

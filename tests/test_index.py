@@ -269,7 +269,7 @@ def test_a_figures_alternative_text_is_its_own_title_or_what_stands_above_it(tmp
 
 def test_jupyter_keeps_the_title_of_a_figure_with_it(monkeypatch):
     shell = SimpleNamespace(display_formatter=DisplayFormatter())
-    monkeypatch.setattr(figures, "get_ipython", lambda: shell)
+    monkeypatch.setattr(figures, "shell", lambda: shell)
     figures.record_titles()
     figure, axes = plt.subplots(1, 2)
     axes[0].set_title("one", loc="left")

@@ -19,8 +19,10 @@ from bi_kernels.audit.checks.memory import VIEWED
 from bi_kernels.audit.executor import Died
 from bi_kernels.audit.index import page
 from bi_kernels.audit.registry import OPS
-from mutation import document, operators, plan, questions, run
-from mutation.reach import on_hopper, ops_for, sources
+from bi_kernels.audit.targets.model import layout_rows
+from bi_kernels.tokens import TokenLayout
+from mutation import document, models, operators, plan, questions, run
+from mutation.reach import LARGE, on_hopper, ops_for, package, sources
 from mutation.run import SEEDS, Copy, copies, judged
 
 TOY = '''
@@ -55,10 +57,24 @@ class Op:
         return dy
 '''
 
+GLUON = """
+def kernel(x, bar, free, ring):
+    full = allocate(int64, [2, 1], MBarrierLayout())
+    S: constexpr = NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    if not equal(x, ring):
+        return
+    mbarrier.wait(free.index(0), x // 2 & 1, pred=x >= 3)
+    mbarrier.expect(bar, x.nbytes)
+    tma.async_copy_global_to_shared(x, [m, k], bar, ring)
+    fence_async_shared()
+    acc = warpgroup_mma(x, ring.permute((1, 0)))
+    acc = warpgroup_mma_wait(1, deps=[acc])
+"""
 
-def made() -> dict[str, list[str]]:
+
+def made(text: str = TOY) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
-    for m in operators.mutants("toy.py", TOY):
+    for m in operators.mutants("toy.py", text):
         found.setdefault(m.operator, []).append(m.text)
     return found
 
@@ -78,6 +94,16 @@ def test_every_operator_makes_what_it_is_called():
     assert found["branch turned"] == ["(not (n == 1 and stride))", "(not (dy.numel()))"]
     assert found["copy dropped"] == ["total"] and found["memory not cleared"] == ["torch.empty_like"]
     assert "another result for more than 64 rows" in found and "the first result of a shape again" in found
+
+
+def test_operators_break_a_pipeline_in_gluon():
+    found = made(GLUON)
+    assert found["wait dropped"] == ["pass", "pass"] and found["phase by one"] == ["(x // 2 & 1) ^ 1"]
+    assert found["bytes of half a copy"] == ["(x.nbytes) // 2"] and found["copy one off"] == ["(m) + 1", "(k) + 1"]
+    assert found["transpose dropped"] == ["ring"] and found["always equal"] == ["True"]
+    assert "(x) > (3)" in found["comparison"] and "2" in found["constant by one"], "a stage, and a product, too early"
+    every = operators.mutants("toy.py", GLUON)
+    assert not [m for m in every if "NVMMA" in m.before], "no layout"
 
 
 def test_what_is_free_or_only_checks_is_left_alone():
@@ -121,9 +147,56 @@ def test_the_package_has_thousands_and_hand_made_ones_stand_once(every):
     assert {*plan.hand_made()} <= {*every}, "each is judged by some op"
 
 
+def test_each_hand_made_mutant_compiles():
+    for m in plan.hand_made():
+        text = (package() / m.file).read_text()
+        assert m.applied(text) != text
+        compile(m.applied(text), m.file, "exec")
+
+
+def test_what_sm_90_alone_runs_is_planned_for_a_gpu_alone(every):
+    on_a_gpu, on_a_cpu = (plan.of_device(every, device) for device in ("cuda", "cpu"))
+    assert on_a_gpu == every
+    left = {*every} - {*on_a_cpu}
+    assert left == {m for m in every if on_hopper(m.file) or m.device == "cuda"}
+    by_hand = [m.file for m in left if m.operator.startswith(plan.HAND_MADE)]
+    assert {"ops/gemm/gemm.py", "ops/grouped/grouped_linear.py", "ops/attention/decode_kernels.py"} <= {*by_hand}
+    assert {m.file for m in left if on_hopper(m.file)} <= {*by_hand}, "each of sm_90's files is broken by hand too"
+    pipeline = {"wait dropped", "phase by one", "copy one off", "transpose dropped", "bytes of half a copy"}
+    assert pipeline <= {m.operator for m in left}
+    for m in (m for m in left if on_hopper(m.file)):
+        assert {*ops_for(m.file, m.function)} <= {*LARGE}, "tiny sizes do not reach it"
+        assert run.dtypes_of(m) == ("bf16",)
+
+
+@pytest.mark.parametrize(
+    "pattern, name", [("ops/grouped/*", "experts"), ("mode/*", "mode"), ("integrations/transformers/*", "transformers")]
+)
+def test_what_no_op_reaches_is_judged_by_a_model(pattern, name, every):
+    found = plan.of_files(every, pattern)
+    assert found and all(ops_for(m.file, m.function)[-1] == name for m in found)
+    assert plan.of_audits(found, [name]) == found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [models.Experts, models.Routed])
+def test_a_model_passes_and_is_caught_where_its_layout_is_forgotten(kind, monkeypatch):
+    target = kind("bf16", "cpu", 0)
+    target.layouts = {name: target.layouts[name] for name in ("packed", "singles")}
+    assert {row.verdict for row in target.rows()} == {"pass"}
+    monkeypatch.setattr(models, "layout_of", lambda call: TokenLayout.packed([0, call.index.size]))  # one sequence
+    wrong = {row.relation for row in layout_rows(target, ["singles"]) if row.verdict == "needs-fix"}
+    assert wrong == {"gradient invariance"}
+
+
+def test_files_that_match_nothing_are_refused(every):
+    with pytest.raises(ValueError, match="matches no file"):
+        plan.of_files(every, "ops/gemm/*,ops/none.py")
+
+
 def test_a_sample_spans_every_file_and_a_larger_one_holds_it(every):
-    small, large = plan.sampled(every, 120, 0), plan.sampled(every, 400, 0)
-    assert large[:120] == small and {m.file for m in large} == {m.file for m in every}
+    small, large = plan.sampled(every, 160, 0), plan.sampled(every, 800, 0)
+    assert large[:160] == small and {m.file for m in large} == {m.file for m in every}
 
 
 def test_every_entry_of_the_file_of_equivalents_has_a_mutant_and_a_reason(every):
@@ -189,7 +262,7 @@ def test_the_report_is_written_from_what_the_run_left_alone(every, tmp_path, mon
 
 
 def test_a_models_sizes_are_asked_in_layouts_splits_and_views(monkeypatch):
-    monkeypatch.setitem(questions.LARGE, "rms_norm", ({"hidden": 48}, True))  # sizes that an interpreter can
+    monkeypatch.setitem(questions.LARGE, "rms_norm", ({"sizes": {"hidden": 48}}, True))  # sizes that an interpreter can
     given = {"dtype": "bf16", "device": "cpu", "op": "rms_norm", "shapes": "tiny", "seed": 0}
     subjects = questions.load("rms_norm", given).make()
     rows = list(questions._large(subjects, "rms_norm"))
@@ -280,6 +353,25 @@ def test_a_mutant_counts_as_killed_where_every_seed_kills_it(lucky, verdict, mon
         )
     alone = {seed: questions.killer(asks, [seed], "cpu", 0)["verdict"] for seed in SEEDS}  # as the package itself is
     assert alone == {seed: "killed" if seed in lucky else "survived" for seed in SEEDS}
+
+
+NOTEBOOKS = "IPython", "papermill", "nbformat", "nbclient", "nbconvert", "ipykernel", "junitparser", "elftools"
+
+
+@pytest.mark.slow
+def test_mutants_are_judged_without_what_notebooks_need():
+    """A machine with a GPU may have torch and Triton alone, beside what draws and prints."""
+    code = f"""
+import sys
+sys.modules |= dict.fromkeys({NOTEBOOKS!r})
+from bi_kernels.audit.parameters import choose, find_helpers
+choose("cpu"); find_helpers()
+import bi_kernels.audit.cli, bi_kernels.audit.commands, mutation.command
+from mutation.questions import asked
+print({{row.verdict for row in asked("silu", "fp32", "cpu", False)}})
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ended.stdout == "{'pass'}\n", ended.stderr
 
 
 def waits_for(done, seconds: float) -> bool:

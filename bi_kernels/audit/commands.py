@@ -8,14 +8,20 @@ from bi_kernels.audit import executor
 from bi_kernels.audit.digests import file as digest_file
 from bi_kernels.audit.faults import UsageError
 from bi_kernels.audit.findings import write_rows
-from bi_kernels.audit.index import page
 from bi_kernels.audit.options import Run
 from bi_kernels.audit.parameters import BenchParameters, choose, device_name, in_checkout
-from bi_kernels.audit.runs import command, folder
+from bi_kernels.audit.runs import folder
 from bi_kernels.audit.runs.checked import checked, known, refused, slug, writable
 
-AUDITED = ("elementwise", "gemm", "rms_norm", "vocabulary", "attention")  # whose ops mutants are judged by
-run = command.run
+# whose ops mutants are judged by, and what else judges them
+AUDITED = ("elementwise", "gemm", "rms_norm", "vocabulary", "attention", "experts", "mode", "transformers")
+
+
+def run(given) -> None:
+    """Runs audits; ends the process with their status."""
+    from bi_kernels.audit.runs import command  # noqa: PLC0415 (`mutate` needs no notebooks)
+
+    command.run(given)
 
 
 def bench(given) -> None:
@@ -32,6 +38,8 @@ def bench(given) -> None:
 def digest(given) -> None:
     """Records the candidate's digests in a file; --check compares them, and ends with 1 if one differs."""
     names, parameters = checked(given)
+    from bi_kernels.audit.runs import command  # noqa: PLC0415 (as above)
+
     with refused():
         before = digest_file.read(given.file) if given.check or given.file.exists() else []
     if not given.check:
@@ -88,6 +96,8 @@ def mutate(given) -> None:
 
 def report(given) -> None:
     """Writes the reports below a folder from their evidence, and the index."""
+    from bi_kernels.audit.index import page  # noqa: PLC0415 (as above)
+
     if not given.place.is_dir():
         raise UsageError(f"DIR is {str(given.place)!r}, which is not a folder")
     with refused():

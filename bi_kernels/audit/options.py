@@ -117,7 +117,9 @@ class Mutate:
 
     names: tuple = some("AUDIT")
     sample: int = option(None, "Number of mutants, hand-made ones first. Default: all.", type=positive)
+    files: str = option("", "Files to break, below the package, as 'ops/gemm/*,mode/*'. Default: all.")
     seed: int = option(0, "Seed of the sample. Default: 0.")
+    seeds: int = option(3, "Seeds of inputs, each of which must show a bug. Default: 3.", type=positive)
     device: str = option("auto", "auto (default), cpu or cuda.")
     jobs: int = option(2, "Number of mutants at a time. Default: 2.", type=positive)
     out: Path = option(None, "Folder of the report. Default: runs/DEVICE-mutants/mutants.")

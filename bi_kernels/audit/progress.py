@@ -7,8 +7,6 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
-from IPython import get_ipython
-
 from bi_kernels.audit.axes import Kind, by_kind
 from bi_kernels.audit.findings import Row, needs_fix
 from bi_kernels.audit.report import escape
@@ -19,6 +17,12 @@ OFTEN, SELDOM = 0.2, 10.0  # seconds between two lines of progress for bi-audit,
 WIDTH = 100  # columns of a line
 
 
+def shell():
+    """Returns the interactive shell of a notebook, None outside of one."""
+    ipython = sys.modules.get("IPython")
+    return ipython and ipython.get_ipython()
+
+
 class Voice:
     """Says lines: to `bi-audit`, where that runs the audit; on stderr; in a notebook in its output. quiet: none."""
 
@@ -26,7 +30,7 @@ class Voice:
         self.name, self.total, self.quiet, self.known = name, total, quiet, set()
         self.began = self.told = time.monotonic()
         self.teller = os.environ.get("BI_AUDIT_TELL")
-        self.out = sys.stdout if hasattr(get_ipython(), "kernel") else sys.stderr
+        self.out = sys.stdout if hasattr(shell(), "kernel") else sys.stderr
 
     def say(self, text: str) -> None:
         """Says one line."""

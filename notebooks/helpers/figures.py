@@ -6,9 +6,10 @@ from itertools import cycle
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-from IPython import get_ipython
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.patches import Rectangle
+
+from bi_kernels.audit.progress import shell
 
 plt.rcParams.update(
     {
@@ -34,9 +35,9 @@ def title(figure: plt.Figure) -> str:
 def record_titles() -> None:
     """Has Jupyter keep the title of each figure that it shows in the output's metadata, where reports find their
     alternative text."""
-    if shell := get_ipython():
+    if found := shell():
         told = lambda figure: ({}, {"image/png": {"alt": title(figure)}})
-        shell.display_formatter.mimebundle_formatter.for_type(plt.Figure, told)
+        found.display_formatter.mimebundle_formatter.for_type(plt.Figure, told)
 
 
 record_titles()

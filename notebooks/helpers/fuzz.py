@@ -4,7 +4,6 @@ import math
 from dataclasses import replace
 
 import matplotlib.pyplot as plt
-from IPython.display import Markdown
 
 from bi_kernels.audit import parallel
 from bi_kernels.audit.controls.run import groups, judge_control
@@ -13,6 +12,7 @@ from bi_kernels.audit.fuzz.cases import FINITE, RANDOM, Case, draw
 from bi_kernels.audit.fuzz.checks import QUESTIONS, judge
 from bi_kernels.audit.registry import OPS
 from bi_kernels.audit.report import tables
+from bi_kernels.audit.report.markdown import Markdown
 from bi_kernels.audit.targets.op_config import OpConfig
 from bi_kernels.contract import DTYPES, dtype_name
 from helpers.coverage import missing

@@ -3,12 +3,12 @@
 import json
 
 import numpy as np
-from IPython.display import Markdown
 
 from bi_kernels.audit.axes import Side
 from bi_kernels.audit.findings import Row
 from bi_kernels.audit.index import goals
 from bi_kernels.audit.report import tables as show
+from bi_kernels.audit.report.markdown import Markdown
 from bi_kernels.audit.targets.distributed.step import ONE_RANK, PARALLEL_CONFIGS, case
 from helpers.figures import plt  # in the style of all that is drawn
 

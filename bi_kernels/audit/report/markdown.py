@@ -4,6 +4,15 @@ from tabulate import tabulate
 
 from bi_kernels.audit.findings import NEEDS_FIX, PASS, UNSUPPORTED
 
+try:
+    from IPython.display import Markdown
+except ModuleNotFoundError:  # outside of notebooks, as for `bi-audit mutate`, nothing is shown
+
+    class Markdown:
+        def __init__(self, data: str):
+            self.data = data
+
+
 MARK = {PASS: "✅", NEEDS_FIX: "❌", UNSUPPORTED: "⬜", "": "–"}
 
 

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from IPython.display import Markdown
-
 from bi_kernels.audit.axes import BITS, HASH, Side
 from bi_kernels.audit.findings import (
     LOCALISER,
@@ -19,6 +17,7 @@ from bi_kernels.audit.findings import (
 )
 from bi_kernels.audit.report import escape, markdown
 from bi_kernels.audit.report.groups import group_rows, remaining
+from bi_kernels.audit.report.markdown import Markdown
 from bi_kernels.audit.report.sentences import headline
 from bi_kernels.audit.report.sizes import share_of, size
 

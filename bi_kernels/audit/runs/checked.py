@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bi_kernels.audit.faults import UsageError
 from bi_kernels.audit.parameters import OPTIONS, accepted, choose, defaults, device_name, find_helpers, read
-from bi_kernels.audit.runs import ci, folder, runner
+from bi_kernels.audit.runs import folder
 
 PARTS = "op", "checks", "dtype", "groups", "callables", "first"  # parameters by which a run asks less than an audit is
 QUICK = {"checks": "quick", "dtype": "bf16", "cases": 1}  # parameters of `--quick`, and its audits
@@ -22,6 +22,8 @@ def refused(junit: Path | None = None) -> Iterator[None]:
         yield
     except (ValueError, OSError) as error:
         if junit:
+            from bi_kernels.audit.runs import ci  # noqa: PLC0415 (no other command needs what writes it)
+
             with contextlib.suppress(OSError):
                 ci.refused(str(error)).write(str(junit), pretty=True)
         raise UsageError(str(error)) from None
@@ -36,6 +38,8 @@ def known(names: Sequence[str], every: Sequence[str]) -> None:
 def checked(given) -> tuple[list[str], dict]:
     """Returns the audits named (all that need no naming if none is) and their parameters. Whether an audit takes its
     candidate, the process that judges it finds out."""
+    from bi_kernels.audit.runs import runner  # noqa: PLC0415 (`mutate` needs no notebooks)
+
     every, quick = runner.audits(), getattr(given, "quick", False)
     known(given.names, every)
     usual = QUICK_AUDITS if quick else [name for name, audit in every.items() if not audit.only_named]

@@ -1,0 +1,323 @@
+"""Small models that judge what no op of the registry reaches: experts, `batch_invariant_mode`, Transformers' adapter.
+
+Each is a step in several layouts, as the audits of whole models judge it, and is held to PyTorch's own results in fp64.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import bi_kernels
+from bi_kernels.audit import load
+from bi_kernels.audit.compare import Drift, compare
+from bi_kernels.audit.findings import Row
+from bi_kernels.audit.inputs import generator
+from bi_kernels.audit.layouts import Call, step_layouts
+from bi_kernels.audit.parameters import choose, device_name
+from bi_kernels.audit.targets.model import ModelTarget, Relation, gathered, layout_rows
+from bi_kernels.contract import CONTRACT, DTYPES, rounding
+from bi_kernels.tokens import TokenLayout
+
+LENGTHS = 5, 1, 17, 33, 9
+EXPERTS, CHOICES = 7, 2
+WIDTH, HEADS, VOCABULARY, LONGEST = 32, 2, 40, 33
+FAMILIES = "qwen3_moe", "gpt_oss"  # beside the one that the audit of Transformers judges
+Tensors = dict[str, Tensor]
+
+
+def layout_of(call: Call) -> TokenLayout:
+    """Returns where the sequences of a call lie; their first tokens say in which order they are."""
+    if call.cu_seqlens is not None:
+        return TokenLayout.packed(call.cu_seqlens, [int(call.index[at]) for at in call.cu_seqlens[:-1]])
+    real = call.index >= 0
+    return TokenLayout.padded(real.sum(1).tolist(), call.index.shape[1], bool((~real[:, 0]).any()))
+
+
+class StepTarget(ModelTarget):
+    """A step of function(tokens, call), whose first results (…, features) are judged, and the gradients of its tokens
+    and parameters. reference: likewise, by PyTorch's ops, of the tokens of one sequence (1, length, …)."""
+
+    cached = {}
+
+    def __init__(self, name: str, dtype: str, device: str, seed: int, tokens: Tensors, parameters: Tensors):
+        self.device, self.dtype, self.drifts, self.lengths = choose(device), DTYPES[dtype], {}, LENGTHS
+        self.whose = "mutants", name, "", "bi_kernels", dtype, device_name(self.device)
+        self.layouts, self.tokens, self.parameters = step_layouts(LENGTHS, seed), tokens, parameters
+        self.dy = None
+
+    def function(self, given: Tensors, call: Call) -> Tensor:
+        raise NotImplementedError
+
+    def reference(self, given: Tensors, parameters: Tensors) -> Tensor:
+        raise NotImplementedError
+
+    def _leaves(self, some: Tensor) -> Tensors:
+        found = {k: t[some] for k, t in self.tokens.items()}
+        return {k: t.requires_grad_() if t.is_floating_point() else t for k, t in found.items()}
+
+    def run(self, layout: str, generated: Tensor | None = None) -> Tensors:
+        for p in self.parameters.values():
+            p.grad, p.main_grad = None, torch.zeros_like(p, dtype=torch.float32)
+        grads = {f"d{k}": torch.zeros_like(t) for k, t in self.tokens.items() if t.is_floating_point()}
+
+        def compute(call: Call, at: Tensor, real: Tensor) -> Tensor:
+            given = self._leaves(at)
+            with layout_of(call):
+                y = self.function(given, call)
+            if self.dy is None:
+                g = generator(self.device, 0, "mutants", "upstream")
+                self.dy = torch.randn(self.count, y.shape[-1], generator=g, device=self.device).to(y.dtype)
+            y.backward(self.dy[at] * real[..., None])
+            for k, into in grads.items():
+                into[at[real]] = given[k[1:]].grad[real]
+            return y.detach().movedim(-1, 0)
+
+        found = gathered(self.layouts[layout], self.count, self.device, compute)
+        left = {k: p.main_grad if p.grad is None else p.grad for k, p in self.parameters.items()}
+        return {"logprob": found} | grads | {k: t.clone() for k, t in left.items()}
+
+    def rows(self) -> Iterator[Row]:
+        """Yields the row of the results and of each gradient against fp64, and those of every layout."""
+        found = self.run(next(iter(self.layouts)))
+        yield from accuracy(self, "rows", found, *(self._by_torch(dtype) for dtype in (self.dtype, torch.float64)))
+        yield from layout_rows(self)
+
+    def _by_torch(self, dtype: torch.dtype) -> Tensors:
+        change = lambda t: t.detach().to(dtype) if t.is_floating_point() else t
+        parameters = {k: change(p).requires_grad_() for k, p in self.parameters.items()}
+        parts, grads = [], {f"d{k}": [] for k, t in self.tokens.items() if t.is_floating_point()}
+        for some in torch.arange(self.count, device=self.device).split(list(self.lengths)):
+            given = {k: change(t)[None] for k, t in self._leaves(some).items()}
+            for k in grads:
+                given[k[1:]].requires_grad_()
+            y = self.reference(given, parameters)
+            y.backward(self.dy[some][None].to(dtype))
+            parts.append(y.detach()[0].T)
+            for k, mine in grads.items():
+                mine.append(given[k[1:]].grad[0])
+        whole = {"logprob": torch.cat(parts, 1)} | {k: torch.cat(mine) for k, mine in grads.items()}
+        return whole | {k: p.grad for k, p in parameters.items()}
+
+
+def accuracy(
+    target: ModelTarget, layout: str, found: Tensors, theirs: Tensors, exact: Tensors, of: str = ""
+) -> Iterator[Row]:
+    """Yields the row of each tensor, of which the first is a result and the others gradients: how many elements are
+    further from fp64 than the contract's [any] has it, relative to the tensor's largest."""
+    top = {k: float(t.abs().max()) for k, t in exact.items()}
+    gap = lambda k, t: (t.double() - exact[k]).abs() / max(top[k], torch.finfo(torch.float64).tiny)
+    most = max(float(gap(k, t).max()) for k, t in theirs.items())
+    limit = CONTRACT["any"]["accuracy"] * most + rounding(DTYPES[target.whose[4]])[0]
+    for number, (k, t) in enumerate(found.items()):
+        if t.numel() == 1:  # a sum of everything, of which nearly nothing may be left
+            continue
+        beyond = Drift(int((~(gap(k, t) <= limit)).sum()), t.numel())
+        relation = "gradient accuracy" if number else Relation.ACCURACY
+        yield target.row(relation, layout, beyond, "fp64", rows=len(t), tensor=f"{of}{k}")
+
+
+class Experts(StepTarget):
+    """Tokens that choose experts by scores of which many are equal, a layer of two products, and their sum."""
+
+    def __init__(self, dtype: str, device: str, seed: int):
+        where = choose(device)
+        g = generator(where, seed, "mutants", "experts")
+        draw = lambda *shape: torch.randn(shape, generator=g, device=where).to(DTYPES[dtype])
+        count = sum(LENGTHS)
+        tokens = {"x": draw(count, 24), "scores": (2 * draw(count, EXPERTS)).round() / 4}
+        parameters = {"up": draw(EXPERTS, 40, 24) / 4, "bias": draw(EXPERTS, 40), "down": draw(EXPERTS, 40, 16) / 4}
+        parameters = {k: p.requires_grad_() for k, p in parameters.items()}
+        super().__init__("experts", dtype, device, seed, tokens, parameters)
+
+    def function(self, given: Tensors, call: Call) -> Tensor:
+        layout, lead, (x, scores) = layout_of(call), call.index.shape, (given["x"], given["scores"])
+        weights, ids = bi_kernels.top_k(scores.flatten(0, -2), CHOICES)
+        groups = bi_kernels.group_by_expert(ids, EXPERTS, layout, padded=call.cu_seqlens is None)
+        y = bi_kernels.dispatch(x.flatten(0, -2), groups)
+        y = bi_kernels.silu(bi_kernels.grouped_linear(y, self.parameters["up"], groups, self.parameters["bias"]))
+        y = bi_kernels.grouped_linear(y, self.parameters["down"], groups, transposed=True)
+        return bi_kernels.combine(y, weights, groups).unflatten(0, lead)
+
+    def reference(self, given: Tensors, parameters: Tensors) -> Tensor:
+        ids = torch.sort(given["scores"], dim=-1, descending=True, stable=True).indices[..., :CHOICES]
+        weights = given["scores"].gather(-1, ids)
+        y = torch.einsum("...k,...jnk->...jn", given["x"], parameters["up"][ids]) + parameters["bias"][ids]
+        y = torch.einsum("...jn,...jnk->...jk", F.silu(y), parameters["down"][ids])
+        return (y * weights[..., None]).sum(-2)
+
+
+def experts(dtype: str, device: str, seed: int) -> Iterator[Row]:
+    target = Experts(dtype, device, seed)
+    yield from target.rows()
+    scores = torch.tensor([[0.0, -0.0, 1.0, float("nan"), 1.0, float("inf"), float("nan")]], device=target.device)
+    _, ids = bi_kernels.top_k(scores.to(target.dtype), 7)
+    drift = compare(ids, torch.tensor([[3, 5, 6, 2, 4, 0, 1]], device=target.device))
+    yield target.row(Relation.CONTRACTED, "ties", drift, "a NaN is as large as infinity", tensor="top_k")
+
+
+class Decoder(nn.Module):
+    """A decoder of one layer in functions of PyTorch, each parameter used once."""
+
+    def __init__(self, draw: Callable[..., Tensor]):
+        super().__init__()
+        shapes = {"table": (VOCABULARY, WIDTH), "places": (LONGEST, WIDTH), "scale": (WIDTH,), "step": (WIDTH,)}
+        shapes |= {"qkv": (3 * WIDTH, WIDTH), "bias": (3 * WIDTH,), "out": (WIDTH, WIDTH), "weight": (WIDTH,)}
+        shapes |= {"shift": (WIDTH,), "up": (48, WIDTH), "down": (48, WIDTH), "by": (1,), "head": (VOCABULARY, WIDTH)}
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(draw(*shape) * (shape[-1] ** -0.5 if len(shape) > 1 else 1)))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Returns logits (batch, length, vocabulary)."""
+        x = F.embedding(ids, self.table) + self.places[: ids.shape[1]]
+        x = F.rms_norm(x, (WIDTH,), self.scale, 1e-5)
+        q, k, v = F.linear(x * (1 + self.step), self.qkv, self.bias).unflatten(-1, (3, HEADS, -1)).unbind(2)
+        q, k = (F.normalize(t, dim=-1) for t in (q, k))
+        y = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, scale=3.0)
+        x = x + y.transpose(1, 2).flatten(2) @ self.out.T
+        y = F.linear(F.layer_norm(x, (WIDTH,), self.weight, self.shift), self.up)
+        x = x + self.by * ((F.gelu(y) * y.softmax(-1)) @ self.down)
+        x = x - x.mean(-1, keepdim=True) + x.square().sum(-1, keepdim=True) / WIDTH
+        return 4 * torch.tanh(F.linear(x, self.head) / 4)
+
+
+class Routed(StepTarget):
+    """The decoder under `batch_invariant_mode`."""
+
+    def __init__(self, dtype: str, device: str, seed: int):
+        where = choose(device)
+        g = generator(where, seed, "mutants", "mode")
+        self.model = Decoder(lambda *shape: torch.randn(shape, generator=g, device=where).to(DTYPES[dtype]))
+        ids = torch.randint(0, VOCABULARY, (sum(LENGTHS),), generator=g, device=where)
+        super().__init__("mode", dtype, device, seed, {"ids": ids}, dict(self.model.named_parameters()))
+        every = step_layouts(LENGTHS, seed)  # PyTorch's attention knows no packed sequences
+        self.layouts = {
+            "packed": every["batch"],
+            "singles": every["singles"],
+            "micro_batches:2": every["micro_batches:2"],
+        }
+
+    def function(self, given: Tensors, call: Call) -> Tensor:
+        with bi_kernels.batch_invariant_mode(strict=True):
+            return self.model(given["ids"])
+
+    def reference(self, given: Tensors, parameters: Tensors) -> Tensor:
+        return torch.func.functional_call(self.model, parameters, (given["ids"],))
+
+
+FUNCTIONS = {  # of x (rows, WIDTH) and w (WIDTH, WIDTH)
+    "mm": lambda x, w: x.mm(w),
+    "addmm": lambda x, w: torch.addmm(w[0], x, w),
+    "addmm, beta": lambda x, w: torch.addmm(x, x, w, beta=0.5, alpha=-2.0),
+    "matmul": lambda x, w: x[:, None] @ w,
+    "matrix and vector": lambda x, w: x @ w[0],
+    "bmm": lambda x, w: torch.bmm(x[:, None], w.expand(len(x), -1, -1)),
+    "softmax": lambda x, w: F.softmax(x, -1),
+    "softmax over the first of two": lambda x, w: x.unflatten(-1, (4, 8)).softmax(1),
+    "log_softmax": lambda x, w: x.log_softmax(-1),
+    "mean of two": lambda x, w: x.unflatten(-1, (4, 8)).mean((1, 2)),
+    "sum": lambda x, w: x.sum(1),
+    "norm": lambda x, w: torch.linalg.vector_norm(x, dim=-1),
+    "patches": lambda x, w: F.conv1d(x.unflatten(-1, (2, 16)), w[:6, :8].reshape(6, 2, 4), w[0, :6], 4),
+    "topk": lambda x, w: x.round().topk(5).values,
+    "cross_entropy": lambda x, w: F.cross_entropy(x, x.argmin(-1), reduction="none"),
+}
+
+
+def mode(dtype: str, device: str, seed: int) -> Iterator[Row]:
+    target = Routed(dtype, device, seed)
+    yield from target.rows()
+    g = generator(target.device, seed, "mutants", "functions")
+    draw = lambda rows: torch.randn(rows, WIDTH, generator=g, device=target.device).to(target.dtype)
+    x, w = draw(19), draw(WIDTH)
+    for name, call in FUNCTIONS.items():
+        said = {"against": "each row alone", "tensor": name}
+        with bi_kernels.batch_invariant_mode(strict=True):
+            whole = call(x, w)
+            alone = torch.cat([call(x[i : i + 1], w) for i in range(len(x))])
+        yield target.row(Relation.INVARIANCE, "rows", compare(alone, whole), **said)
+        results = ({"": y} for y in (whole, call(x, w), call(x.double(), w.double())))
+        yield from accuracy(target, "rows", *results, of=name)
+    ties = torch.tensor([[1.0, 3.0, 3.0, 3.0, 2.0]], device=target.device)
+    with bi_kernels.batch_invariant_mode():
+        at = ties.topk(3).indices
+    drift = compare(at, torch.tensor([[1, 2, 3]], device=target.device))
+    yield target.row(Relation.CONTRACTED, "ties", drift, "in ascending order", tensor="topk")
+    try:
+        with bi_kernels.batch_invariant_mode(strict=True):
+            x.cumsum(0)
+        refused = False
+    except ValueError:
+        refused = True
+    yield target.row(Relation.CONTRACTED, "strict", Drift(int(not refused), 1), "refused", tensor="cumsum")
+
+
+def transformers(dtype: str, device: str, seed: int) -> Iterator[Row]:
+    """Yields the quick rows of the audit of Transformers, those of a mixture, and of what `apply` says."""
+    given = {"dtype": dtype, "device": device, "seed": seed, "checks": "quick"}
+    session = load("transformers", given)
+    adapter = session.adapter()
+    with session.quiet():
+        yield from adapter.rows(session, dtype)
+        name = next(iter(adapter.CONFIGS))
+        model = adapter.build(session, name, dtype)
+        target = adapter.TransformersTarget(session, name, dtype, model)
+        drift, _ = adapter.generated(session, model, "dynamic")
+        yield target.row(Relation.PARITY, "generated", drift, "rescored packed")
+        for family in FAMILIES:
+            yield from _family_rows(session, target, family, dtype)
+        model = _built(session, name, dtype, attention_dropout=0.1)
+        yield _answer(target, model.train(), False, "dropout")
+
+
+def _built(session, family: str, dtype: str, **changed) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 (an optional package)
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    sizes |= {"num_experts": 5, "num_local_experts": 5, "num_experts_per_tok": 2, "max_position_embeddings": 128}
+    sizes |= {"pad_token_id": 0, "eos_token_id": None, "bos_token_id": None, "sliding_window": 16}
+    config = AutoConfig.for_model(family, **sizes | changed)
+    config._experts_implementation = "eager"  # the others know no fp64
+    g = generator(session.device, session.parameters["seed"], "mutants", family)
+    with torch.device(session.device):
+        model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], attn_implementation="eager")
+    with torch.no_grad():
+        for p in model.parameters():
+            drawn = torch.randn(p.shape, generator=g, device=p.device)
+            p.copy_(drawn * p.shape[-1] ** -0.5 if p.dim() > 1 else 1 + drawn / 8)
+    return model
+
+
+def _answer(target: ModelTarget, model: nn.Module, expected: bool, tensor: str, **how) -> Row:
+    """Returns the row of whether `apply` says what is so."""
+    from bi_kernels.integrations.transformers import apply  # noqa: PLC0415 (an optional package)
+
+    report = apply(model, **how)
+    wrong = (report.batch_invariant != expected) + (report.split_invariant != expected)
+    return target.row(Relation.CONTRACTED, "apply", Drift(int(wrong), 2), tensor=tensor, detail=str(report)[:200])
+
+
+def _family_rows(session, target: ModelTarget, family: str, dtype: str) -> Iterator[Row]:
+    model = _built(session, family, dtype)
+    exact, theirs = copy.deepcopy(model).double(), copy.deepcopy(model)
+    ids = torch.randint(1, 64, (2, 21), generator=generator("cpu", 0, "mutants", "ids")).to(session.device)
+    yield _answer(target, model, True, family, check=True)
+
+    def step(model: nn.Module) -> Tensors:
+        y = model(ids, use_cache=False).logits
+        dy = torch.linspace(-1, 1, y.numel(), device=y.device, dtype=torch.float64).view(y.shape).sin()
+        y.backward(dy.to(y.dtype))
+        return {"logits": y.detach()} | {name: p.grad for name, p in model.named_parameters()}
+
+    results = map(step, (model.eval(), theirs.eval(), exact.eval()))
+    yield from accuracy(target, "before apply", *results, of=f"{family}, ")
+
+
+MODELS: dict[str, Callable[[str, str, int], Iterator[Row]]] = {
+    "experts": experts,
+    "mode": mode,
+    "transformers": transformers,
+}
