@@ -1,4 +1,4 @@
-"""The families that `apply` is tested on in bf16: by `tiny_families`, and Qwen3 with adapters and with a reward head."""
+"""The families that `apply` is tested on in bf16: some of all, and Qwen3 with adapters and with a reward head."""
 
 import torch
 import transformers as hf

@@ -1,6 +1,7 @@
 """The session of the audit `families`: what `apply` says of a tiny model of each family, what the bits say, and where
 the stock model drifts first."""
 
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
@@ -8,18 +9,23 @@ import torch
 
 from bi_kernels.audit.compare import Drift
 from bi_kernels.audit.findings import LOCALISER, NEEDS_FIX, PASS, UNSUPPORTED, Row, control_row
-from bi_kernels.audit.localiser.compare import PARAMETER
+from bi_kernels.audit.localiser.compare import BACKWARD, FORWARD, PARAMETER, Cause
 from bi_kernels.audit.localiser.locate import locate
+from bi_kernels.audit.localiser.report import Report
 from bi_kernels.audit.parameters import choose, read
 from bi_kernels.audit.session import Session
-from bi_kernels.audit.targets import family_verdict
-from bi_kernels.audit.targets import tiny_families as tiny
 from bi_kernels.audit.targets.base import Target
 from bi_kernels.audit.targets.candidates import Candidate
 from bi_kernels.audit.targets.model import Relation
-from bi_kernels.audit.targets.transformers import STOCK, quiet
+from bi_kernels.audit.targets.session import check_library
 from bi_kernels.contract import DTYPES
-from bi_kernels.integrations.transformers import check as bits
+
+check_library()
+with warnings.catch_warnings(action="ignore"):  # of a library that asks a notebook for widgets
+    from bi_kernels.audit.targets import family_verdict
+    from bi_kernels.audit.targets import tiny_families as tiny
+    from bi_kernels.audit.targets.transformers import STOCK, quiet
+    from bi_kernels.integrations.transformers import check as bits
 
 FAMILIES = "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "gemma3_text", "gpt_neox", "mamba"
 QUICK = "qwen3_moe", "mamba"  # a mixture, and a family that is told NO
@@ -32,7 +38,12 @@ LAYOUTS = {  # of `check`, in the auditor's words
 }
 CACHED = "chunked", "decode", "generate, left-padded"
 SPLIT = "micro_batches:each"
-LOCATED = 5, 23, 12  # tokens of the sequences in which the stock model's first drift is looked for
+COLUMNS = {
+    "padded right · left · packed": ("batch", "left_padded", "packed"),
+    "chunked · decoded · generated": CACHED,
+    "gradients, split": (SPLIT,),
+}
+LOCATED = (5, 40, 12), (24, 24)  # sequences for the localiser; the second, without padding, for a backward
 ROUNDS = 3  # of the localiser
 
 
@@ -123,6 +134,17 @@ def _rows(target: Family, found: dict) -> Iterator[Row]:
     yield target.row(Relation.DETERMINISM, "restored", Drift(lost, 1), "before apply", **said)
 
 
+def headline(session: FamiliesSession) -> str:
+    """Says how many families keep their bits, and which do not."""
+    asked = [v for v in session.verdicts if "says" in v]
+    kept = [v for v in asked if all(v["says"]) and all(v["bits"])]
+    lost = [f"`{v['family']}`" for v in asked if v not in kept]
+    honest = all(map(family_verdict.agree, asked)) and len(asked) == len(session.verdicts)
+    no = f" {', '.join(lost)} {'does' if len(lost) == 1 else 'do'} not." if lost else ""
+    said = "says so in each case" if honest else "or the model fails in some: see the rows that need a fix"
+    return f"**After `apply`, {len(kept)} of {len(session.verdicts)} families keep their bits.{no}** `apply` {said}."
+
+
 def table(session: FamiliesSession) -> list[dict]:
     """Returns a line for each family: the answer, and how many elements differ in which layout."""
     lines = []
@@ -132,12 +154,20 @@ def table(session: FamiliesSession) -> list[dict]:
             lines.append(line | {"`apply` says": found["why"]})
             continue
         checks = {SPLIT if c["gradient"] else _layout(c["name"]): c for c in found["checks"]}
-        shown = lambda c: c["error"] or (f"{c['differ']:,} of {c['elements']:,}" if c["differ"] else "0")
         line["`apply` says"] = "yes" if all(found["says"]) else "NO"
-        for layout in (*LAYOUTS.values(), "generate, left-padded", SPLIT):
-            line[layout.replace(", left-padded", "")] = shown(checks[layout]) if layout in checks else "–"
+        for title, layouts in COLUMNS.items():
+            line[title] = " · ".join(_shown(checks.get(layout)) for layout in layouts)
         lines.append(line | {"restored": "yes" if found["restored"] is True else "NO"})
     return lines
+
+
+def _shown(check: dict | None) -> str:
+    """Returns how many elements differ, in per cent; – where the layout is not asked."""
+    if check is None:
+        return "–"
+    return check["error"] or (
+        f"{max(100 * check['differ'] / check['elements'], 0.1):.1f} %" if check["differ"] else "0"
+    )
 
 
 def why_not(session: FamiliesSession) -> list[dict]:
@@ -168,16 +198,17 @@ def located(session: FamiliesSession) -> list[dict]:
     """Looks for the first op of each stock family that drifts, forward and backward; records whether one was named, and
     returns the lines of a table."""
     g = torch.Generator().manual_seed(session.parameters["seed"])
-    ids = [torch.randint(1, tiny.VOCABULARY, (n,), generator=g).to(session.device) for n in LOCATED]
+    draw = lambda n: torch.randint(1, tiny.VOCABULARY, (n,), generator=g).to(session.device)
+    batches = [[draw(n) for n in lengths] for lengths in LOCATED]
     lines = []
     for name in session.families:
         with quiet():
             model = tiny.built(name, 1, torch.float32).to(session.device)
             if tiny.is_mixture(model):
                 model.set_experts_implementation("eager")  # a loop over experts, which keeps a token's rows apart
-            report = locate(model, ids, rounds=ROUNDS)
-        causes = {c.direction: c for c in reversed(report.causes)}
-        forward, backward = causes.get("forward"), causes.get("backward") or causes.get(PARAMETER)
+            report = locate(model, batches[0], rounds=ROUNDS)
+            forward, backward = _first(report)
+            backward = backward or _first(locate(model, batches[1], rounds=ROUNDS))[1]
         lines += [_line(name, "forward", forward), _line(name, "backward", backward)]
         target = session.target(name, "1 layer", "fp32")
         said = {"tensor": "ops", "verdict": PASS if forward else NEEDS_FIX, "detail": report.verdict}
@@ -185,9 +216,15 @@ def located(session: FamiliesSession) -> list[dict]:
     return lines
 
 
-def _line(name: str, direction: str, cause) -> dict:
+def _first(report: Report) -> tuple[Cause | None, Cause | None]:
+    """Returns the first op that drifts forward, and the first backward."""
+    causes = {c.direction: c for c in reversed(report.causes)}
+    return causes.get(FORWARD), causes.get(BACKWARD) or causes.get(PARAMETER)
+
+
+def _line(name: str, direction: str, cause: Cause | None) -> dict:
     if cause is None:
-        return {"family": name, "direction": direction, "op": "none behind the forward's", "module": "–", "source": "–"}
+        return {"family": name, "direction": direction, "op": "none seen", "module": "–", "source": "–"}
     steps = cause.op.split(" in batch")[0].split(" → ")
-    op = " → ".join(steps[:2] + ["…"] * (len(steps) > 2))
+    op = " → ".join(steps if len(steps) < 3 else [steps[0], "…", *[s for s in steps[-1:] if s != "…"]])
     return {"family": name, "direction": direction, "op": op, "module": cause.path, "source": cause.source}

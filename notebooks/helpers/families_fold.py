@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-from matplotlib.patches import FancyArrowPatch, Rectangle
+from matplotlib.patches import Rectangle
 from torch import Tensor
 
 import bi_kernels
@@ -18,7 +18,7 @@ from helpers.figures import plt  # in the style of all that is drawn
 LENGTHS = [21, 5, 40, 16]  # rows of the expert in each sequence
 CUTS = {"one micro-batch": [4], "2 + 2": [2, 2], "1 + 3": [1, 3], "one each": [1] * 4}  # sequences of each micro-batch
 ONE_PRODUCT = "one product for each micro-batch"
-COLORS = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
+COLORS, GREY = ("#0072B2", "#C07F00", "#009E73", "#B05A8C"), "#777777"
 
 
 @dataclass
@@ -83,46 +83,55 @@ def _slabs() -> Iterator[tuple[int, int, int]]:
         first += length
 
 
-def _box(ax, x: float, width: float, y: float, text: str, color: str) -> None:
-    ax.add_patch(Rectangle((x, y - 0.28), width, 0.56, facecolor=color, edgecolor="white", linewidth=1.2))
-    ax.text(x + width / 2, y, text, ha="center", va="center", color="white", fontsize=7)
+def _sum(ax, first: int, rows: int, y: float, color: str) -> None:
+    ax.add_patch(Rectangle((first, y - 0.3), rows, 0.6, facecolor=color, edgecolor="white", linewidth=1.5))
+    ax.text(first + rows / 2, y, f"{rows}", ha="center", va="center", color="white", fontsize=8)
 
 
-def _arrow(ax, a: float, b: float, y: float) -> None:
-    how = {"arrowstyle": "-|>", "mutation_scale": 7, "color": "#333333", "linewidth": 0.8, "shrinkA": 0, "shrinkB": 0}
-    ax.add_patch(FancyArrowPatch((a, y - 0.28), (b, y - 0.28), connectionstyle="arc3,rad=0.35", **how))
+def _joint(ax, at: int, y: float, ours: bool) -> None:
+    """Draws how two sums are joined: the second continues from the first, or both are added."""
+    circle = {"boxstyle": "circle,pad=0.15", "facecolor": "white", "edgecolor": "#333333", "linewidth": 0.8}
+    if ours:
+        ax.scatter([at], [y], marker=">", s=34, facecolor="white", edgecolor="#333333", linewidth=0.8, zorder=3)
+    else:
+        ax.text(at, y, "+", ha="center", va="center", fontsize=8, bbox=circle, zorder=3)
 
 
 def draw(found: Fold) -> plt.Figure:
-    """Draws which rows are added in which order, ours above stock's: a line a split, an arrow from a sum to the next."""
-    figure, axes = plt.subplots(2, 1, figsize=(9.5, 5.6), sharex=True)
+    """Draws which rows each sum holds and how the sums are joined, a line a split: ours above stock's."""
+    figure, axes = plt.subplots(2, 1, figsize=(9, 5.4))
     worst = [max(differ[side] for differ in found.differ.values()) for side in (0, 1)]
     titles = (
-        f"bi_kernels: slabs of {SLAB} rows of a sequence, on in main_grad: {worst[0]} elements of dW differ over splits",
-        f"stock: {ONE_PRODUCT}, then added: up to {worst[1]:,} of {found.elements:,} elements differ",
+        f"bi_kernels: slabs of {SLAB} rows continue in main_grad; {worst[0]} elements of dW differ over splits",
+        f"stock: {ONE_PRODUCT}; up to {worst[1]:,} of {found.elements:,} elements differ over splits",
     )
     for side, (ax, title) in enumerate(zip(axes, titles)):
         for y, (name, cut) in enumerate(CUTS.items()):
-            parts = [(*slab[:2], COLORS[slab[2]]) for slab in _slabs()]
-            if side == 1:
-                parts = [(rows.start, rows.stop - rows.start, "#777777") for _, rows in _micro_batches(cut)]
-            for first, rows, color in parts:
-                _box(ax, first, rows, y, f"{rows}", color)
-            for (a, n, _), (b, m, _) in pairwise(parts):
-                _arrow(ax, a + n / 2, b + m / 2, y)
-            for _, rows in list(_micro_batches(cut))[1:]:
-                ax.plot([rows.start] * 2, [y - 0.42, y + 0.42], color="black", linewidth=1.6)
-            ax.text(sum(LENGTHS) + 1, y, f"{found.differ[name][side]:,} differ", va="center", fontsize=8)
+            batches = [rows for _, rows in _micro_batches(cut)]
+            sums = [(rows.start, rows.stop - rows.start, GREY) for rows in batches]
+            if side == 0:
+                sums = [(first, rows, COLORS[sequence]) for first, rows, sequence in _slabs()]
+            for first, rows, color in sums:
+                _sum(ax, first, rows, y, color)
+            for rows in batches[1:]:
+                ax.plot([rows.start] * 2, [y - 0.46, y + 0.46], color="black", linewidth=1.6)
+            for first, *_ in sums[1:]:
+                _joint(ax, first, y, side == 0)
+            ax.text(sum(LENGTHS) + 1, y, f"{found.differ[name][side]:,} differ", va="center", fontsize=8.5)
         ax.set_yticks(range(len(CUTS)), CUTS)
-        ax.set(xlim=(-0.5, sum(LENGTHS) + 12), ylim=(len(CUTS) - 0.4, -0.75), title=title)
+        ax.set(xlim=(-0.5, sum(LENGTHS) + 11), ylim=(len(CUTS) - 0.5, -0.9))
+        ax.set_title(title, pad=8)
         ax.tick_params(length=0)
         ax.spines[["left", "bottom"]].set_visible(False)
         ax.set_xticks([])
     first = 0
     for sequence, length in enumerate(LENGTHS):
-        at = {"ha": "center", "va": "bottom", "fontsize": 7.5, "color": COLORS[sequence]}
-        axes[0].text(first + length / 2, -0.4, f"sequence {sequence + 1}", **at)
+        at = {"ha": "center", "va": "bottom", "fontsize": 8, "color": COLORS[sequence]}
+        axes[0].text(first + length / 2, -0.42, f"sequence {sequence + 1}", **at)
         first += length
-    axes[1].set_xlabel("rows of one expert in the step; a black line: a micro-batch ends", fontsize=8, loc="left")
+    said = (
+        "a box: a sum of so many rows; ▷ the next sum continues; + two sums are added; a black line: a micro-batch ends"
+    )
+    axes[1].set_xlabel(said, fontsize=8.5, loc="left")
     figure.tight_layout()
     return figure
