@@ -188,8 +188,8 @@ def controls(session: FamiliesSession) -> list[Row]:
             asked = next((v for v in session.verdicts if v["family"] == name), {"not asked": ()})["not asked"]
             checks = bits.check(model, [layout for layout in LAYOUTS if layout not in asked])
         mine = [session.target(name, "tiny").check_row(c) for c in checks]
-        for relation in (Relation.INVARIANCE, Relation.GRADIENT):
-            rows.append(control_row(STOCK, [r for r in mine if r.relation == relation]))
+        for backward in (False, True):
+            rows.append(control_row(STOCK, [r for r in mine if (r.relation == Relation.GRADIENT) == backward]))
     session.add(rows)
     return rows
 
