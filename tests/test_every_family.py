@@ -1,9 +1,10 @@
 """What `apply` says of every decoder family is what the bits say; five in the ordinary run, the others marked slow."""
 
-import judge
 import pytest
-import tiny
 import torch
+
+from bi_kernels.audit.targets import family_verdict as judge
+from bi_kernels.audit.targets import tiny_families as tiny
 
 SAMPLE = ["deepseek_v3", "gemma2", "gpt_oss", "mamba", "opt"]
 STOCK = {"reformer", "xlnet"}  # stock Transformers raises, in eval mode and in bf16

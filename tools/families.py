@@ -23,15 +23,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path.insert(0, str(ROOT))
 os.environ["TRANSFORMERS_VERBOSITY"] = "critical"
 if "cuda" not in " ".join(sys.argv):
     os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
 
-import tiny
 import torch
 import transformers
-from judge import agree, judge
+
+from bi_kernels.audit.targets import tiny_families as tiny
+from bi_kernels.audit.targets.family_verdict import agree, judge
 
 PAGE, ROWS = ROOT / "docs" / "families.md", ROOT / "runs" / "families.jsonl"
 LIMIT = 300  # seconds a family
@@ -53,7 +54,7 @@ Transformers, in fp32, computes something else in it: Bart, for example, counts 
 def digest() -> str:
     """Returns one hash of the code that a row depends on, and of Transformers' version."""
     code = hashlib.sha256(transformers.__version__.encode())
-    for path in sorted([*(ROOT / "bi_kernels").rglob("*.py"), *(ROOT / "tests").glob("[tj][iu][nd]*.py")]):
+    for path in sorted((ROOT / "bi_kernels").rglob("*.py")):
         code.update(path.read_bytes())
     return code.hexdigest()[:16]
 
@@ -66,7 +67,7 @@ def _child(name: str, device: str, dtypes: list[str], pipe) -> None:
 def rows(names: list[str], jobs: int, device: str, dtypes: list[str]) -> Iterator[dict]:
     """Yields a row for each family, judged by `jobs` processes at a time."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["judge"])
+    context.set_forkserver_preload([judge.__module__])
     waiting, running = list(names), {}
     while waiting or running:
         while waiting and len(running) < jobs:

@@ -18,6 +18,7 @@ SESSIONS = {  # the module whose `start` begins an audit, by the kind of its par
     "bench": "benchmarks.session",
     "world": "bi_kernels.audit.targets.distributed.session",
     "recipes": "helpers.recipes.session",
+    "families": "helpers.families",
 }
 
 

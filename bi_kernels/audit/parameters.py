@@ -109,6 +109,17 @@ class RecipesParameters(ModelParameters):
 
 
 @dataclass(frozen=True)
+class FamiliesParameters(Parameters):
+    """Parameters of the audit of decoder families, whose tiny models are in one dtype; at real widths it is bf16."""
+
+    kind: ClassVar[str] = "families"
+    dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16")  # in fp32, no rounding hides the last bits of a sum
+    dtype: str = "fp32"
+    models: str = ""  # at real widths, on a GPU: all; none; or some names, with ";" between
+    checks: str = "all"  # or quick: few families and models
+
+
+@dataclass(frozen=True)
 class AnyParameters(Parameters):
     """Parameters of the audit `any`, of one callable in no registry."""
 
@@ -193,6 +204,7 @@ OTHERS = {  # every other audit is of the registry's ops, at shapes that somebod
     "world": WorldParameters,
     "bench": BenchParameters,
     "recipes": RecipesParameters,
+    "families": FamiliesParameters,
 }
 
 

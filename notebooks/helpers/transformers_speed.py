@@ -14,7 +14,9 @@ TIMED = "qwen3"
 STEP, DECODE, ROOM = (4, 2048), (8, 500), 1024  # sequences and tokens; of the static cache
 
 
-def _step(model: nn.Module, ids: torch.Tensor) -> Callable[[], None]:
+def training_step(model: nn.Module, ids: torch.Tensor) -> Callable[[], None]:
+    """Returns what runs a forward and backward of ids (batch, length); it has run once."""
+
     def step() -> None:
         model.zero_grad()
         model(ids, labels=ids, use_cache=False).loss.backward()
@@ -55,7 +57,7 @@ def run(session, dtype: str) -> list[dict]:
     with quiet():
         models = {OURS: build(session, TIMED, dtype), STOCK: build(session, TIMED, dtype, ours=False)}
         for what, make, shape in (
-            ("forward and backward of a step", _step, STEP),
+            ("forward and backward of a step", training_step, STEP),
             ("a decode step in a CUDA graph", _decode, DECODE),
         ):
             ids = draw_ids(session, shape, generator("cpu", session.parameters["seed"], "speed"))

@@ -27,6 +27,7 @@ SECONDS = {
     "vocabulary": 85,
     "elementwise": 73,
     "transformers": 58,
+    "families": 55,
     "chain": 50,
     "rms_norm": 50,
     "gemm": 33,

@@ -22,12 +22,18 @@ LIBRARY = "transformers"  # that an audit of this name needs
 def start(audit: str, given: dict) -> "ModelSession":
     """Begins an audit of models with the parameters given. Raises ValueError with one sentence."""
     p = read(audit, given)
-    if audit == LIBRARY and importlib.util.find_spec(LIBRARY) is None:
-        raise ValueError(f"{LIBRARY} is not installed, expected the extra: pip install bi-kernels[{LIBRARY}]")
+    if audit == LIBRARY:
+        check_library()
     found = ModelSession(audit, asdict(p), choose(p.device, p.shapes), Candidate("bi_kernels", {}))
     with warnings.catch_warnings(action="ignore"):  # of a library that asks a notebook for widgets
         found.adapter("")
     return found
+
+
+def check_library() -> None:
+    """Raises ValueError where Transformers is missing."""
+    if importlib.util.find_spec(LIBRARY) is None:
+        raise ValueError(f"{LIBRARY} is not installed, expected the extra: pip install bi-kernels[{LIBRARY}]")
 
 
 @dataclass

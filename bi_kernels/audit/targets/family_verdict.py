@@ -4,10 +4,10 @@ import time
 import warnings
 from collections.abc import Sequence
 
-import tiny
 import torch
 from torch import Tensor, nn
 
+from bi_kernels.audit.targets import tiny_families as tiny
 from bi_kernels.contract import DTYPES
 from bi_kernels.integrations.transformers import apply, restore
 from bi_kernels.integrations.transformers import check as bits
@@ -78,13 +78,15 @@ def _remembered(model: nn.Module, ids: list[Tensor]) -> dict[str, Tensor]:
     return found | {"": y.detach()}
 
 
-def judge(name: str, device: str = "cpu", dtypes: Sequence[str] = ("fp32", "bf16")) -> dict:
+def judge(
+    name: str, device: str = "cpu", dtypes: Sequence[str] = ("fp32", "bf16"), generating: Sequence[str] = ("bf16",)
+) -> dict:
     """Returns a row of the table: a family, what `apply` says, what the bits say, and why.
 
-    In fp32 no rounding hides the last bits of a sum; in bf16 the model also generates.
+    In fp32 no rounding hides the last bits of a sum. generating: dtypes in which the model also generates.
     """
     began, row = time.monotonic(), {"family": name, "model": tiny.families()[name], "checks": [], "restored": True}
-    for dtype in (DTYPES[said] for said in dtypes):
+    for said, dtype in ((said, DTYPES[said]) for said in dtypes):
         try:
             if "not asked" not in row:
                 asked, row["not asked"] = meant(tiny.built(name, dtype=torch.float32).to(device))
@@ -97,7 +99,7 @@ def judge(name: str, device: str = "cpu", dtypes: Sequence[str] = ("fp32", "bf16
                 warnings.simplefilter("ignore")
                 report = apply(model)
             found = bits.check(model, asked)
-            if dtype == torch.bfloat16 and {"padded left", "decoded"} <= {*asked}:
+            if said in generating and {"padded left", "decoded"} <= {*asked}:
                 found.append(generates(model, _ids(device, (5, 12))))
             restore(model)
         except Exception as error:

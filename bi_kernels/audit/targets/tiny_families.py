@@ -159,12 +159,18 @@ def built(name: str, layers: int = LAYERS, dtype: torch.dtype = torch.bfloat16) 
     """Returns a model of a family with random weights, the same in every call; norms and biases are drawn too."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = getattr(hf, families()[name])._from_config(tiny(name, layers), dtype=dtype)
-        for n, t in [*model.named_parameters(), *model.named_buffers()]:
-            if any(kept in n for kept in model._keep_in_fp32_modules_strict or ()):
-                t.data = t.data.float()
+        model = from_config(getattr(hf, families()[name]), tiny(name, layers), dtype)
         draw(model)
     return model.eval()
+
+
+def from_config(cls: type[hf.PreTrainedModel], config: hf.PreTrainedConfig, dtype: torch.dtype) -> hf.PreTrainedModel:
+    """Returns a new model in a dtype, but for what its class keeps in fp32."""
+    model = cls._from_config(config, dtype=dtype)
+    for n, t in [*model.named_parameters(), *model.named_buffers()]:
+        if any(kept in n for kept in model._keep_in_fp32_modules_strict or ()):
+            t.data = t.data.float()
+    return model
 
 
 @torch.no_grad()
