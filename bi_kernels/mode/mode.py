@@ -14,6 +14,7 @@ with a `main_grad` keeps it through views and casts. What is neither is left to 
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from bi_kernels.mode import functions, parameters
 from bi_kernels.mode.parameters import OP, left, unknown
 from bi_kernels.ops import logprob, rows
+from bi_kernels.tokens import TokenLayout, current_layout, dense
 
 
 class batch_invariant_mode(TorchFunctionMode):
@@ -55,6 +57,16 @@ class batch_invariant_mode(TorchFunctionMode):
 
     def adopt(self, parameter: nn.Parameter, embedding: bool = False) -> None:
         """Is told of each parameter that a routed function is to read and whose gradient is wanted."""
+
+    def rows(self, lead: torch.Size):
+        """Enters the layout of an input whose rows are not the entered layout's tokens."""
+        layout = current_layout(OP)
+        if not isinstance(layout, TokenLayout) or layout.rows == lead.numel():
+            return nullcontext()
+        return dense(lead[:-1].numel(), lead[-1] if lead else 1)
+
+    def takes(self, x: torch.Tensor, at: object) -> None:
+        """Is told of each index, where gradients are wanted."""
 
     def meets_routed(self, name: str) -> None:
         """Counts a function that our ops computed."""
