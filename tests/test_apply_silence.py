@@ -269,6 +269,11 @@ def gathers(self, input_ids, attention_mask=None, **kwargs):
     return types.SimpleNamespace(logits=F.pad(logits, (0, 0, 0, 1)).view(*input_ids.shape, -1))
 
 
+def sums(self, input_ids, attention_mask=None, **kwargs):
+    hidden = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+    return types.SimpleNamespace(logits=F.linear(hidden, self.lm_head.weight) - hidden.logsumexp(-1, keepdim=True))
+
+
 def patched(forward, on_class: bool = False) -> nn.Module:
     model = built("qwen3", 1)
     apply(model, strict=True)
@@ -303,8 +308,9 @@ def test_accelerates_forward_is_folded():
 @pytest.mark.parametrize("forward, said", [
     (fuses, "lm_head.weight got its gradient from code that is not ours"),
     (gathers, "is given .* tokens, .* and nobody told their sequences"),
+    (sums, "a forward that was set on the model calls logsumexp, which has no batch-invariant form"),
 ])  # fmt: skip
-def test_a_gradient_that_passes_the_fold_by_is_refused(forward, said):
+def test_a_forward_that_no_fold_reaches_is_refused(forward, said):
     with pytest.raises(ValueError, match=said):
         gradients(patched(forward), model_loss, (2,))
 
