@@ -1,9 +1,9 @@
 """TRL's trainers on an applied model: the LM head that they fuse, by this package's ops.
 
-    apply(model)
-    trainer = GRPOTrainer(model=model, ...)
-    use_folded_head(trainer)
-    trainer.train()
+apply(model)
+trainer = GRPOTrainer(model=model, ...)
+use_folded_head(trainer)
+trainer.train()
 """
 
 import inspect
@@ -73,7 +73,8 @@ def _folded(fused: Callable) -> Callable:
         aux = None
         if kwargs.get("output_router_logits"):
             sizes = told["text_config"].num_experts, told["text_config"].num_experts_per_tok
-            aux = load_balancing_loss_func(out.router_logits, *sizes, kwargs.get("attention_mask"))
+            with torch._C.DisableTorchFunction():  # it depends on the batch by definition
+                aux = load_balancing_loss_func(out.router_logits, *sizes, kwargs.get("attention_mask"))
             loss = loss + getattr(told["text_config"], "router_aux_loss_coef", 0.0) * aux
         return output(loss=loss, **fields, label_mask=mask, aux_loss=aux)
 
