@@ -114,7 +114,8 @@ linspace scalar_tensor from_numpy any all max min amax amin argmax argmin nonzer
 searchsorted bucketize unique_consecutive count_nonzero cpu cuda int long bool double numpy item tolist __len__
 __bool__ __int__ __float__ __index__ __contains__ __hash__ __repr__ __format__ __str__ __iter__ size stride dim
 ndimension numel nelement element_size storage_offset data_ptr is_floating_point is_complex is_contiguous get_device
-is_pinned is_inference is_neg is_conj requires_grad_ has_names register_hook retain_grad backward is_same_size is_tensor is_storage
+is_pinned is_inference is_neg is_conj requires_grad_ has_names register_hook retain_grad backward
+is_same_size is_tensor is_storage
 untyped_storage storage __setattr__ __delattr__ __setitem__ gather take_along_dim broadcast_tensors meshgrid outer
 polar view_as_complex view_as_real scatter scatter_ masked_scatter complex real imag equal allclose cumsum_
 result_type promote_types finfo is_grad_enabled set_grad_enabled _set_grad_enabled no_grad enable_grad
