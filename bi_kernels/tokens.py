@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ContextDecorator
 from contextvars import ContextVar
 from functools import lru_cache
-from itertools import count
+from itertools import accumulate, count
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -168,6 +168,18 @@ class TokenLayout(ContextDecorator):
             there = there.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else there
             self._on[name, device] = there
         return self._on[name, device]
+
+    def selected(self, rows: torch.Tensor) -> "TokenLayout":
+        """Returns the layout of some of the rows, (tokens,) their numbers on the CPU, in which each sequence stays in
+        one piece. Raises ValueError where one does not."""
+        owner, cpu = torch.full((self.rows,), -1, dtype=torch.int32, device="cpu"), torch.device("cpu")
+        owner[self.rows_on(cpu)] = self.sequences_on(cpu)
+        numbers, lengths = (t.tolist() for t in torch.unique_consecutive(owner[rows], return_counts=True))
+        starts = [0, *accumulate(lengths)]
+        runs = [run for run in zip(numbers, starts, lengths) if run[0] >= 0] or [(0, 0, 0)]
+        numbers, starts, lengths = zip(*runs)
+        ranks = {number: rank for rank, number in enumerate(sorted(numbers))}
+        return TokenLayout(starts, lengths, len(rows), [ranks[number] for number in numbers])
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """Returns the rows of x (rows, columns) in the order of the fold, zeros in free slots; x itself if that is its

@@ -1,10 +1,14 @@
 """What `apply` and the mode once said nothing about: gradients lost, code that only training runs, other tokens."""
 
+import types
 import warnings
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from accelerate.utils.operations import convert_outputs_to_fp32
 from families import built
 from peft import LoraConfig, get_peft_model
 from torch import nn
@@ -182,3 +186,180 @@ def test_arguments_by_name_and_numpys_names_are_routed():
     assert mode.routed.total() == 4
     with pytest.raises(ValueError, match="sum"), batch_invariant_mode(strict=True):
         x.double().sum(-1)
+
+
+PROMPTS = [torch.randint(1, 160, (n,), generator=torch.Generator().manual_seed(n)) for n in (5, 1, 17, 9, 30, 22)]
+
+
+def left_padded(prompts) -> tuple[torch.Tensor, torch.Tensor]:
+    pad = lambda rows: torch.stack([F.pad(r, (max(map(len, rows)) - len(r), 0)) for r in rows])
+    return pad(prompts), pad([torch.ones_like(p) for p in prompts])
+
+
+def scored(logits, ids, mask) -> torch.Tensor:
+    """-Σ log p(next token); logits (batch, length, vocab)."""
+    logprob = logits[:, :-1].float().log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+    return -(logprob * mask[:, :-1]).sum() / 50
+
+
+def model_loss(model, ids, mask):
+    return scored(model(input_ids=ids, attention_mask=mask).logits, ids, mask)
+
+
+def of_head(model, ids, mask):
+    """The head is a part, called by itself."""
+    return scored(model.lm_head(model.model(input_ids=ids, attention_mask=mask).last_hidden_state), ids, mask)
+
+
+def of_chosen(model, ids, mask):
+    return model.lm_head(model.model(input_ids=ids, attention_mask=mask).last_hidden_state[mask.bool()]).sum()
+
+
+def gradients(model, loss, counts) -> dict[str, torch.Tensor]:
+    """A step's, in fp32, of micro-batches of so many sequences."""
+    at = 0
+    for p in model.parameters():
+        p.grad = None
+    for count in counts:
+        loss(model, *left_padded(PROMPTS[at : at + count])).backward()
+        at += count
+    return {n: getattr(p, "main_grad", p.grad).clone() for n, p in model.named_parameters()}
+
+
+def drifting(model, loss=model_loss) -> list[str]:
+    """The parameters whose gradient depends on the split."""
+    whole, split = (gradients(model, loss, counts) for counts in ((6,), (1, 3, 2)))
+    return [n for n, g in whole.items() if not torch.equal(g, split[n])]
+
+
+def reads_its_head(self, input_ids, attention_mask=None, **kwargs):
+    hidden = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+    return types.SimpleNamespace(logits=F.linear(hidden, self.lm_head.weight))
+
+
+def reads_chosen(self, input_ids, attention_mask=None, **kwargs):
+    """As trainers do: shifted, and the tokens that have a label alone."""
+    hidden = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state[:, :-1]
+    chosen = attention_mask[:, :-1].bool()
+    logits = input_ids.new_zeros(*input_ids.shape, 160, dtype=hidden.dtype)
+    logits[:, :-1][chosen] = hidden[chosen] @ self.lm_head.weight.t()
+    return types.SimpleNamespace(logits=logits)
+
+
+class Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight):
+        ctx.save_for_backward(hidden, weight)
+        return hidden @ weight.T
+
+    @staticmethod
+    def backward(ctx, grad):
+        hidden, weight = ctx.saved_tensors
+        return grad @ weight, grad.flatten(0, -2).T @ hidden.flatten(0, -2)
+
+
+def fuses(self, input_ids, attention_mask=None, **kwargs):
+    hidden = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+    return types.SimpleNamespace(logits=Fused.apply(hidden, self.lm_head.weight))
+
+
+def joins(self, input_ids, attention_mask=None, **kwargs):
+    hidden = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+    logits = F.linear(torch.cat([hidden[:, :1], hidden[:, 3:]], 1), self.lm_head.weight)
+    return types.SimpleNamespace(logits=F.pad(logits, (0, 0, 2, 0)))
+
+
+def sums(self, input_ids, attention_mask=None, **kwargs):
+    hidden = self.model(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+    return types.SimpleNamespace(logits=F.linear(hidden, self.lm_head.weight) - hidden.logsumexp(-1, keepdim=True))
+
+
+def patched(forward, on_class: bool = False) -> nn.Module:
+    model = built("qwen3", 1)
+    apply(model, strict=True)
+    if on_class:
+        type(model).replaces.forward = forward
+    else:
+        model.forward = types.MethodType(forward, model)
+    return model
+
+
+@pytest.mark.parametrize("forward", [reads_its_head, reads_chosen])
+def test_a_forward_that_is_set_after_apply_is_folded(forward, monkeypatch):
+    assert drifting(patched(forward)) == []
+    monkeypatch.setattr(Qwen3ForCausalLM, "forward", Qwen3ForCausalLM.forward)  # set back at the end
+    assert drifting(patched(forward, on_class=True)) == []
+
+
+def test_the_control_of_forwards_that_are_set():
+    model = built("qwen3", 1)
+    model.forward = types.MethodType(reads_its_head, model)
+    assert "lm_head.weight" in drifting(model)
+
+
+def test_accelerates_forward_is_folded():
+    model = built("qwen3", 1)
+    apply(model, strict=True)
+    model.forward = types.MethodType(torch.autocast("cpu", torch.bfloat16)(model.forward.__func__), model)
+    model.forward = types.MethodType(convert_outputs_to_fp32(model.forward.__func__), model)
+    assert drifting(model) == []
+
+
+@pytest.mark.parametrize("forward, said", [
+    (fuses, "lm_head.weight got its gradient from code that is not ours"),
+    (joins, "is given .* tokens, .* and nobody told their sequences"),
+    (sums, "a forward that was set on the model calls logsumexp, which has no batch-invariant form"),
+])  # fmt: skip
+def test_a_forward_that_no_fold_reaches_is_refused(forward, said):
+    with pytest.raises(ValueError, match=said):
+        gradients(patched(forward), model_loss, (2,))
+
+
+def test_a_module_outside_its_models_call_follows_the_sequences_or_is_refused():
+    model = built("qwen3", 1)
+    apply(model, strict=True)
+    assert drifting(model, of_head) == []
+    with pytest.raises(ValueError, match="a Linear that trains is called outside its model's call, on 6 tokens"):
+        gradients(model, of_chosen, (2,))
+    with torch.no_grad():
+        of_chosen(model, *left_padded(PROMPTS[:2]))
+
+    def told(model, ids, mask):
+        with TokenLayout.packed([0, *mask.sum(1).cumsum(0).tolist()]):
+            return of_chosen(model, ids, mask)
+
+    assert drifting(model, told) == []
+
+
+def test_positions_beyond_the_table_are_finite_and_negative_ones_are_refused():
+    model = built("qwen3", 1)
+    expected = {first: model(IDS, position_ids=torch.arange(20)[None] + first).logits for first in (115, 1000)}
+    apply(model, strict=True)
+    for first, logits in expected.items():
+        given = model(IDS, position_ids=torch.arange(20)[None] + first).logits
+        assert (given - logits).norm() <= 2.0**-6 * logits.norm()
+    with pytest.raises(ValueError, match="position_ids holds -1, expected 0 to"):
+        model(IDS, position_ids=torch.arange(20)[None] - 1)
+
+
+@pytest.fixture
+def one_rank(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield dist.init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_a_sharded_model_is_refused(one_rank):
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+
+    shards = {
+        "before": (partial(fully_shard, mesh=one_rank), True),
+        "after": (partial(fully_shard, mesh=one_rank), False),
+        "fsdp1": (partial(FullyShardedDataParallel, device_id=torch.device("cpu")), False),
+    }
+    for shard, first in shards.values():
+        model = built("qwen3", 1)
+        with pytest.raises(ValueError, match="apply: .* sharded by FSDP, expected whole parameters"):
+            for step in (shard, apply) if first else (apply, shard):
+                found = step(model)
+            (found if isinstance(found, nn.Module) else model)(input_ids=IDS)

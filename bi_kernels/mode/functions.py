@@ -1,14 +1,12 @@
 """Reductions that PyTorch is asked for, by this package's ops; NotImplemented for what PyTorch may compute itself."""
 
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 
 from bi_kernels.mode.parameters import (
     FLOATS,
-    OP,
     Expanded,
     adopted,
     computed,
@@ -29,7 +27,7 @@ from bi_kernels.ops.embedding import embedding as look_up
 from bi_kernels.ops.gemm.gemm import _apply as gemm
 from bi_kernels.ops.gemm.gemm import matmul as multiply
 from bi_kernels.ops.grouped.top_k import MOST, top_k
-from bi_kernels.tokens import TokenLayout, current_layout, dense
+from bi_kernels.tokens import dense
 
 _widened: dict[tuple, torch.dtype] = {}
 
@@ -106,14 +104,6 @@ def softmax(op: Callable) -> Callable:
     return route
 
 
-def _rows(lead: torch.Size):
-    """Enters the layout of an input whose rows are not the entered layout's tokens."""
-    layout = current_layout(OP)
-    if not isinstance(layout, TokenLayout) or layout.rows == lead.numel():
-        return nullcontext()
-    return dense(lead[:-1].numel(), lead[-1] if lead else 1)
-
-
 def _autocast(*tensors: Tensor | None) -> list[Tensor | None]:
     device = next(t for t in tensors if t is not None).device.type
     if not torch.is_autocast_enabled(device):
@@ -143,7 +133,7 @@ def product(mode, x: Tensor, w: Tensor, bias: Tensor | None, across: bool):
     if x.dim() == 1:
         return product(mode, x[None], w, bias, across)[0]
     is_folded = is_parameter(w) or not w.requires_grad
-    with _rows(x.shape[:-1]) if is_folded else dense(1, x.shape[:-1].numel()):
+    with mode.rows(x.shape[:-1]) if is_folded else dense(1, x.shape[:-1].numel()):
         return gemm("matmul" if across else "linear", "b" if across else "weight", x, w, bias, across=across)
 
 
@@ -220,6 +210,8 @@ def addmm(mode, func, given, a=None, b=None, *, beta=1, alpha=1, out=None, **nam
 
 def item(mode, func: Callable, t: Tensor, at: object):
     if not is_parameter(t):
+        if torch.is_grad_enabled():
+            mode.takes(t, at)
         picks = [i for i in (at if isinstance(at, tuple) else (at,)) if isinstance(i, Tensor) and i.dim()]
         return copied(mode, func, t) if any(i.dtype != torch.bool for i in picks) else NotImplemented
     if isinstance(at, Tensor) and not at.is_floating_point() and at.dtype != torch.bool and t.dim() in (1, 2):
@@ -237,7 +229,7 @@ def layer_norm(mode, func, x, normalized_shape, weight=None, bias=None, eps=1e-5
         adopted(mode, t)
     computed(mode, weight, bias)
     x, weight, bias, dtype = _widest(func, x, weight, bias)
-    with _rows(x.shape[:-1]):
+    with mode.rows(x.shape[:-1]):
         return layer_norms.layer_norm(x, weight, bias, eps).to(dtype)
 
 
@@ -248,7 +240,7 @@ def rms_norm(mode, func, x, normalized_shape, weight=None, eps=None):
     computed(mode, weight)
     x, weight, _, dtype = _widest(func, x, weight, None)
     eps = torch.finfo(dtype).eps if eps is None else eps
-    with _rows(x.shape[:-1]):
+    with mode.rows(x.shape[:-1]):
         return norms.rms_norm(x, weight, eps).to(dtype)
 
 
@@ -266,7 +258,7 @@ def embedding(
         return unknown(mode, func)
     adopted(mode, weight, embedding=True)
     computed(mode, weight)
-    with _rows(ids.shape):
+    with mode.rows(ids.shape):
         return look_up(ids, weight, padding_idx)
 
 
@@ -278,7 +270,7 @@ def attention(
     if not known or q.dtype not in FLOATS or max(q.shape[-1], v.shape[-1]) > 256:
         return unknown(mode, func)
     q, k, v = (t.transpose(1, 2) for t in _autocast(q, k, v))
-    with _rows(q.shape[:2]):
+    with mode.rows(q.shape[:2]):
         return attentions.attention(q, k, v, causal=is_causal, scale=scale)[0].transpose(1, 2)
 
 

@@ -14,6 +14,7 @@ with a `main_grad` keeps it through views and casts. What is neither is left to 
 
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from bi_kernels.mode import functions, parameters
 from bi_kernels.mode.parameters import OP, left, unknown
 from bi_kernels.ops import logprob, rows
+from bi_kernels.tokens import TokenLayout, current_layout, dense
 
 
 class batch_invariant_mode(TorchFunctionMode):
@@ -55,6 +57,16 @@ class batch_invariant_mode(TorchFunctionMode):
 
     def adopt(self, parameter: nn.Parameter, embedding: bool = False) -> None:
         """Is told of each parameter that a routed function is to read and whose gradient is wanted."""
+
+    def rows(self, lead: torch.Size):
+        """Enters the layout of an input whose rows are not the entered layout's tokens."""
+        layout = current_layout(OP)
+        if not isinstance(layout, TokenLayout) or layout.rows == lead.numel():
+            return nullcontext()
+        return dense(lead[:-1].numel(), lead[-1] if lead else 1)
+
+    def takes(self, x: torch.Tensor, at: object) -> None:
+        """Is told of each index, where gradients are wanted."""
 
     def meets_routed(self, name: str) -> None:
         """Counts a function that our ops computed."""
@@ -102,7 +114,8 @@ linspace scalar_tensor from_numpy any all max min amax amin argmax argmin nonzer
 searchsorted bucketize unique_consecutive count_nonzero cpu cuda int long bool double numpy item tolist __len__
 __bool__ __int__ __float__ __index__ __contains__ __hash__ __repr__ __format__ __str__ __iter__ size stride dim
 ndimension numel nelement element_size storage_offset data_ptr is_floating_point is_complex is_contiguous get_device
-is_pinned is_inference requires_grad_ has_names register_hook retain_grad backward is_same_size is_tensor is_storage
+is_pinned is_inference is_neg is_conj requires_grad_ has_names register_hook retain_grad backward
+is_same_size is_tensor is_storage
 untyped_storage storage __setattr__ __delattr__ __setitem__ gather take_along_dim broadcast_tensors meshgrid outer
 polar view_as_complex view_as_real scatter scatter_ masked_scatter complex real imag equal allclose cumsum_
 result_type promote_types finfo is_grad_enabled set_grad_enabled _set_grad_enabled no_grad enable_grad

@@ -66,6 +66,13 @@ def tensors(out: object) -> Iterator[Tensor]:
     elif isinstance(out, (tuple, list)):
         for part in out:
             yield from tensors(part)
+    elif hasattr(out, "__dict__"):  # a dataclass, or whatever a trainer returns
+        yield from tensors(list(vars(out).values()))
+
+
+def _state(grad: Tensor | None) -> object:
+    """Returns what changes when a gradient is set or added to."""
+    return None if grad is None else (id(grad), grad._version)
 
 
 def _next(node: Node) -> tuple[Node, ...]:
@@ -109,6 +116,8 @@ class Folds:
         self.computed = 0  # weights that are no parameters, but have a gradient
         self.task = -1
         self.opened: list[tuple[nn.Parameter, Tensor | None]] = []  # with its `.grad` before
+        self.beside: dict[str, nn.Parameter] = {}  # those of the model that no op of ours read, by name
+        self._before: list[tuple[str, nn.Parameter, object]] = []  # these, and what tells whether `.grad` changes
 
     def use(self, p: nn.Parameter | None, embedding: bool = False) -> None:
         """Registers a parameter that an op reads. Raises ValueError for one with gradient hooks, which autograd would
@@ -172,6 +181,7 @@ class Folds:
                     "which folds the gradient of every parameter into its .grad"
                 )
             self.task, self.opened = task, []
+            self._before = [(name, p, _state(p.grad)) for name, p in self.beside.items()]
             torch.autograd.Variable._execution_engine.queue_callback(self._close)
             self._open(list(self.parameters.values()))
 
@@ -209,6 +219,12 @@ class Folds:
             given.append(p.grad)
         if given:
             torch._foreach_copy_(given, folded)
+        passed_by = [name for name, p, before in self._before if _state(p.grad) != before]
+        if passed_by:
+            raise ValueError(
+                f"apply: {passed_by[0]} got its gradient from code that is not ours, as a fused LM head, so it depends "
+                "on the split; expected the model's own code, or a forward that calls PyTorch's functions"
+            )
         for p, _ in opened:
             fold = _fold(p)
             fold.mark, fold.version = object(), p.grad._version

@@ -2,8 +2,8 @@
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
-from contextlib import ContextDecorator, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ContextDecorator, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -15,7 +15,7 @@ from bi_kernels.checks import can_wait, integers
 from bi_kernels.integrations.transformers.gradients import Folds
 from bi_kernels.ops.attention.schedule import SCHEDULE, Sequences
 from bi_kernels.ops.rope import packed_positions
-from bi_kernels.tokens import TokenLayout, dense
+from bi_kernels.tokens import TokenLayout, current_layout, dense
 
 FEW = 65536  # numbers of a mask that are copied to the host
 _current: ContextVar["Call | None"] = ContextVar("call of a model", default=None)
@@ -42,6 +42,8 @@ class Call(ContextDecorator):
     layout: TokenLayout | None = None
     folds: Folds = field(default_factory=Folds)
     attended: int = 0  # calls of attention that are ours
+    is_patched: bool = False  # whether code that no trial has seen runs in it
+    taken: dict[int, TokenLayout | None] = field(default_factory=dict)  # by an index, of so many; None: in two ways
     _known: dict[tuple, Sequences] = field(default_factory=dict)
     _outer: list = field(default_factory=list)
 
@@ -64,6 +66,43 @@ class Call(ContextDecorator):
     def fresh(self) -> bool:
         """Whether a sequence's keys are those of this call alone."""
         return self.paged is None and (self.cu_seqlens is not None or isinstance(self.past, int) and not self.past)
+
+    @contextmanager
+    def known(self) -> Iterator[None]:
+        """Runs the model's own forward within one that was set on it."""
+        self.is_patched = False
+        yield
+        self.is_patched = True
+
+    def take(self, x: Tensor, at: object) -> None:
+        """Notes the tokens that an index takes of x (batch, length, ...) or (tokens, ...)."""
+        picks = at if isinstance(at, tuple) else (at,)
+        masks = len(picks) == 1 and isinstance(at, Tensor) and at.dtype == torch.bool and at.dim() <= 2
+        dims = at.dim() if masks else 2
+        lead = x.shape[:dims]
+        layout = self.layout if lead.numel() == self.layout.rows else self.taken.get(lead.numel())
+        if layout is None or not (masks and at.shape == lead or all(isinstance(p, slice) for p in picks[:dims])):
+            return
+        rows = torch.arange(lead.numel(), device="cpu").view(lead)[at.cpu() if masks else picks[:dims]].flatten()
+        if len(rows) != self.layout.rows:
+            taken = layout.selected(rows)
+            known = self.taken.setdefault(len(rows), taken)
+            if known is not None and not torch.equal(known.slots, taken.slots):
+                self.taken[len(rows)] = None
+
+    def rows(self, lead: torch.Size) -> TokenLayout | nullcontext:
+        """Returns the layout of an input (*lead, features) of an op of this call. Raises ValueError where nobody can
+        tell."""
+        count, entered = lead.numel(), current_layout("apply")
+        if not isinstance(entered, TokenLayout) or entered.rows == count:
+            return nullcontext()
+        if self.taken.get(count) is None and (self.is_patched or count in self.taken):
+            raise ValueError(
+                f"apply: a layer that trains is given {count} tokens, shape {tuple(lead)}, in a model's call of "
+                f"{self.layout.rows}, and nobody told their sequences; expected all of the call's, those that slices "
+                "or one mask take of them, or `with bi.TokenLayout`"
+            )
+        return self.taken.get(count) or dense(lead[:-1].numel(), lead[-1] if lead else 1)  # as embedded positions
 
     def positions(self) -> Tensor | None:
         """Returns the positions (batch, length) of padded or packed tokens in their sequences; None for full rows."""

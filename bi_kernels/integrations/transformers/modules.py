@@ -8,6 +8,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from inspect import BoundArguments
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +17,15 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import bi_kernels as bi
+from bi_kernels.checks import can_wait
 from bi_kernels.integrations.transformers.attention import CHUNK, NAME, PAGED, attention, paged_attention
 from bi_kernels.integrations.transformers.experts import experts_forward
-from bi_kernels.integrations.transformers.gradients import Folds
-from bi_kernels.integrations.transformers.layout import arguments, current, names_arguments, put, read
-from bi_kernels.integrations.transformers.routing import ROUTED, Routed, routed
+from bi_kernels.integrations.transformers.gradients import Folds, tensors
+from bi_kernels.integrations.transformers.layout import Call, arguments, current, names_arguments, put, read
+from bi_kernels.integrations.transformers.routing import ROUTED, ModelMode, Routed, routed
 from bi_kernels.integrations.transformers.scoring import causal_lm_loss
-from bi_kernels.integrations.transformers.swap import OPS, Swapped, check_parts
-from bi_kernels.tokens import TokenLayout, dense
+from bi_kernels.integrations.transformers.swap import FOLDED, OPS, WITHIN, Swapped, check_parts, check_whole
+from bi_kernels.tokens import TokenLayout, current_layout
 
 
 def _ops(module: nn.Module):
@@ -36,12 +38,26 @@ def _folds() -> tuple[Folds, bool]:
     return (Folds(), True) if call is None else (call.folds, False)
 
 
-def _rows(lead: torch.Size) -> TokenLayout | nullcontext:
-    """Returns the layout of an input whose rows are not the call's tokens, as embedded positions: no padding."""
+LAYOUT = "bi_kernels_layout"  # of what a call returned: that of its tokens
+
+
+def _rows(module: nn.Module, x: Tensor, lead: torch.Size) -> TokenLayout | nullcontext:
+    """Returns the layout of a module's input of so many tokens. Raises ValueError for one that trains outside its
+    model's call, where nobody told the sequences."""
     call = current()
-    if call is None or call.layout is None or call.layout.rows == lead.numel():
+    if call is not None:
+        return call.rows(lead)
+    trains = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters(recurse=False))
+    if not trains or WITHIN not in module.__dict__ or current_layout("apply") is not None:
         return nullcontext()
-    return dense(lead[:-1].numel(), lead[-1] if lead else 1)
+    layout = getattr(x, LAYOUT, None)
+    if layout is None or layout.rows != lead.numel():
+        raise ValueError(
+            f"apply: a {type(module).__name__} that trains is called outside its model's call, on {lead.numel()} "
+            f"tokens, shape {tuple(lead)}, whose sequences nobody told; expected what the model's call returned, as it "
+            "is, or `with bi.TokenLayout`"
+        )
+    return layout
 
 
 def _ended(out: Tensor, folds: Folds, alone: bool) -> Tensor:
@@ -61,6 +77,7 @@ def _unrouted(forward: Callable) -> Callable:
     return alone
 
 
+POSITIONS = 2**22  # of a rope table, at most
 NORM = "bi_kernels_norm"  # of a module: what it computes
 
 
@@ -77,7 +94,7 @@ class Linear(Swapped):
             dtype = torch.get_autocast_dtype(device)
             x = x.to(dtype)
         weight, bias = folds.cast(self.weight, dtype), folds.cast(self.bias, dtype)
-        with _rows(x.shape[:-1]):
+        with _rows(self, x, x.shape[:-1]):
             return _ended(_ops(self).linear(x, weight, bias), folds, alone)
 
 
@@ -88,7 +105,8 @@ class Embedding(Swapped):
     def forward(self, ids: Tensor) -> Tensor:
         folds, alone = _folds()
         folds.use(self.weight, embedding=True)
-        with _rows(ids.shape):
+        call = current()  # without one, a table's rows are added in the order of the ids, wherever padding stands
+        with nullcontext() if call is None else call.rows(ids.shape):
             return _ended(_ops(self).embedding(ids, self.weight, self.padding_idx), folds, alone)
 
 
@@ -116,13 +134,13 @@ class Norm(Swapped):
     """rms_norm, qk_norm or layer_norm, as its code computes"""
 
     @_unrouted
-    def forward(self, x: Tensor) -> Tensor:
-        (folds, alone), norm_of = _folds(), self.__dict__[NORM]
+    def forward(self, given: Tensor) -> Tensor:
+        (folds, alone), norm_of, x = _folds(), self.__dict__[NORM], given
         dtype = torch.promote_types(x.dtype, self.weight.dtype)
         weight, bias = folds.cast(self.weight, dtype), folds.cast(self._parameters.get("bias"), dtype)
 
         def norm(x: Tensor) -> Tensor:
-            with _rows(x.shape[:-2] if x.dim() == 4 else x.shape[:-1]):
+            with _rows(self, given, x.shape[:-2] if x.dim() == 4 else x.shape[:-1]):
                 return norm_of(_ops(self), x if norm_of.follows_x else x.to(dtype), weight, bias)
 
         return _ended(_normed(norm, x), folds, alone)
@@ -200,6 +218,18 @@ class MistralAttention(Attention):
         return getattr(self.config, "sliding_window", None)
 
 
+def _last(positions: Tensor) -> int:
+    """Returns the largest of positions; 0 where nobody can wait for it. Raises ValueError for one that no table has."""
+    if not positions.numel() or not can_wait(positions):
+        return 0
+    first, last = torch.stack(positions.aminmax()).tolist()
+    if first < 0 or last >= POSITIONS:
+        raise ValueError(
+            f"apply: position_ids holds {first if first < 0 else last}, expected 0 to {POSITIONS - 1}, padding's too"
+        )
+    return last
+
+
 class Rotary(Swapped):
     """a rope table, computed in fp64"""
 
@@ -207,7 +237,7 @@ class Rotary(Swapped):
         call = current()
         past = call.past if call is not None and isinstance(call.past, int) else 0
         room = call.paged["room"] if call is not None and call.paged is not None else 0  # its warm-up goes to the end
-        longest = max(self.config.max_position_embeddings, past + position_ids.shape[-1], room)
+        longest = max(self.config.max_position_embeddings, past + position_ids.shape[-1], room, _last(position_ids) + 1)
         table = self.__dict__.get("bi_kernels_table")
         if table is None or table.cos.device != x.device or len(table.cos) < longest:
             position = torch.arange(longest, dtype=torch.float64)[:, None]
@@ -245,49 +275,95 @@ def _attention_of(implementation: object) -> str:
 
 
 def _model_forward(replaces: type[nn.Module]) -> Callable:
-    plain, naming = replaces.forward, names_arguments(replaces)
+    plain = replaces.forward
     with_mode = routed(plain)
 
     @functools.wraps(plain)
     def forward_of_a_call(self, *args, **kwargs):
-        forward = with_mode if self.__dict__.get(ROUTED) else plain
-        if not isinstance(self, Model) or current() is not None:
+        forward, call = with_mode if self.__dict__.get(ROUTED) else plain, current()
+        if not isinstance(self, Model):
             return forward(self, *args, **kwargs)
-        if not torch.compiler.is_compiling():
-            check_parts("apply", self)
-        if self.whole and (said := _attention_of(self.config._attn_implementation)) not in (NAME, PAGED):
-            raise ValueError(
-                f"apply: the model's attn_implementation is {said!r}, expected {NAME!r}: a model that shares its "
-                "configuration was restored, or it was set; restore and apply again"
+        if replaces.forward is not plain:  # patched on the class since
+            patch = _patch(replaces.forward)
+            return (
+                _in_a_call(self, patch, args, kwargs, is_patched=True) if call is None else patch(self, *args, **kwargs)
             )
-        trains = torch.is_grad_enabled()
-        if not (trains or self.whole):
+        if call is None:
+            return _in_a_call(self, forward, args, kwargs)
+        if not call.is_patched:
             return forward(self, *args, **kwargs)
-        if trains and getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
-            raise ValueError("apply: the model is in a DistributedDataParallel, expected one process")
-        bound, given = arguments(naming, self, *args, **kwargs)
-        call = read(**given)
-        if not call.length:  # the model says so itself, or one within it finds them
-            return forward(self, *args, **kwargs)
-        if self.whole and given.get("position_ids") is None and (positions := call.positions()) is not None:
-            put(bound, "position_ids", positions)
-        keep = given.get("logits_to_keep", 0)
-        keep = keep if trains and (isinstance(keep, Tensor) or keep) else None
-        if keep is not None:  # the head's fold is over the call's tokens, so it is given them all
-            put(bound, "logits_to_keep", 0)
-        with call:
-            out = forward(*bound.args, **bound.kwargs)
-        if keep is not None:
-            kept = slice(-keep, None) if isinstance(keep, int) else keep
-            if isinstance(out, tuple):
-                at = 0 if given.get("labels") is None else 1
-                out = (*out[:at], out[at][:, kept], *out[at + 1 :])
-            else:
-                out["logits"] = out.logits[:, kept]
-        call.folds.attach(out)
-        return out
+        bound, given = arguments(self.naming, self, *args, **kwargs)
+        _put_positions(self, call, bound, given)
+        with call.known():
+            return forward(*bound.args, **bound.kwargs)
 
     return forward_of_a_call
+
+
+def _put_positions(model: nn.Module, call: Call, bound: BoundArguments, given: dict) -> None:
+    """Gives a model the positions of a call's tokens in their sequences, where padding or packing shifts them."""
+    x = given.get("input_ids") if given.get("inputs_embeds") is None else given["inputs_embeds"]
+    if model.whole and given.get("position_ids") is None and x is not None and x.shape[:2] == (call.batch, call.length):
+        positions = call.positions()
+        if positions is not None:
+            put(bound, "position_ids", positions)
+
+
+def _in_a_call(self: nn.Module, forward: Callable, args: tuple, kwargs: dict, is_patched: bool = False) -> object:
+    """Runs a model's forward in a call, whose sequences its arguments tell."""
+    if not torch.compiler.is_compiling():
+        check_parts("apply", self)
+    if self.whole and (said := _attention_of(self.config._attn_implementation)) not in (NAME, PAGED):
+        raise ValueError(
+            f"apply: the model's attn_implementation is {said!r}, expected {NAME!r}: a model that shares its "
+            "configuration was restored, or it was set; restore and apply again"
+        )
+    trains = torch.is_grad_enabled()
+    if not (trains or self.whole):
+        return forward(self, *args, **kwargs)
+    if trains and getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
+        raise ValueError("apply: the model is in a DistributedDataParallel, expected one process")
+    if trains and not torch.compiler.is_compiling():
+        check_whole(self)
+    bound, given = arguments(self.naming, self, *args, **kwargs)
+    call = read(**given)
+    if not call.length:  # the model says so itself, or one within it finds them
+        return forward(self, *args, **kwargs)
+    call.is_patched = is_patched
+    if not is_patched:  # what was set on it hands on what it is given
+        _put_positions(self, call, bound, given)
+    keep = given.get("logits_to_keep", 0)
+    keep = keep if trains and (isinstance(keep, Tensor) or keep) else None
+    if keep is not None:  # the head's fold is over the call's tokens, so it is given them all
+        put(bound, "logits_to_keep", 0)
+        kwargs = {k: 0 if k == "logits_to_keep" else v for k, v in kwargs.items()}
+    with call:
+        out = forward(self, *args, **kwargs) if is_patched else forward(*bound.args, **bound.kwargs)
+    if keep is not None:
+        kept = slice(-keep, None) if isinstance(keep, int) else keep
+        if isinstance(out, tuple):
+            at = 0 if given.get("labels") is None else 1
+            out = (*out[:at], out[at][:, kept], *out[at + 1 :])
+        elif getattr(out, "logits", None) is not None:
+            out["logits"] = out.logits[:, kept]
+    if trains and not torch.compiler.is_compiling():
+        given = {n: p for n, p in self.named_parameters() if p.requires_grad and id(p) not in call.folds.parameters}
+        call.folds.beside = {n: p for n, p in given.items() if n in self.__dict__.get(FOLDED, ())}
+    call.folds.attach(out)
+    if trains and not torch.compiler.is_compiling():
+        for t in tensors(out):
+            setattr(t, LAYOUT, call.layout)
+    return out
+
+
+def _patch(forward: Callable) -> Callable:
+    """Returns a forward that was put in after `apply`, as trainers do, with what its code asks of PyTorch routed."""
+
+    def patched(self, *args, **kwargs):
+        with ModelMode(current().folds):
+            return forward(self, *args, **kwargs)
+
+    return patched
 
 
 class RoutedLayer(Routed, Checkpointed):
@@ -300,7 +376,13 @@ class Model(Swapped):
     @classmethod
     def members(cls, replaces: type[nn.Module]) -> dict:
         """Returns a forward whose signature is that of the model."""
-        return {"forward": _model_forward(replaces)}
+        return {"forward": _model_forward(replaces), "naming": staticmethod(names_arguments(replaces))}
+
+    def __call__(self, *args, **kwargs):
+        """Calls the model's forward, or one that was set on the instance since, which its own runs in."""
+        if "forward" in self.__dict__ and current() is None and not torch.compiler.is_compiling():
+            return _in_a_call(self, _patch(nn.Module.__call__), args, kwargs, is_patched=True)
+        return super().__call__(*args, **kwargs)
 
     @property
     def loss_function(self) -> Callable:

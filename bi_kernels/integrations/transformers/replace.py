@@ -15,7 +15,15 @@ from bi_kernels.integrations.transformers.gradients import BUFFERS, forget
 from bi_kernels.integrations.transformers.norms import recognised
 from bi_kernels.integrations.transformers.report import Report
 from bi_kernels.integrations.transformers.routing import GRADIENT, ROUTED, Routed, Trial, stock_logits
-from bi_kernels.integrations.transformers.swap import PARTS, Swapped, remember_parts, swapped
+from bi_kernels.integrations.transformers.swap import (
+    FOLDED,
+    PARTS,
+    WITHIN,
+    Swapped,
+    check_whole,
+    remember_parts,
+    swapped,
+)
 from bi_kernels.parallel.tensor import TensorParallel
 
 TRIED = ("padded right", "padded left", "packed")  # layouts, where code is known by a trial alone
@@ -33,6 +41,7 @@ def _check(model: nn.Module) -> None:
                 f"apply: {name or 'the model'} has a forward set on the instance, as Accelerate and torch.compile do; "
                 "unwrap the model first"
             )
+    check_whole(model)
     given = [*model.named_parameters(), *model.named_buffers()]
     devices = {str(t.device): name for name, t in given}
     if len(devices) > 1:
@@ -135,9 +144,11 @@ def apply(
         if trial is not None and report.batch_invariant:  # its own code is known by a trial alone
             report.checks = compare_bits(model, TRIED, gradients=False)
         _answer(report, strict)
-        for module in done:
+        for name, module in named.items():
             if isinstance(module, modules.Model):
-                remember_parts(module)
+                prefix = f"{name}." if name else ""
+                folded = {n.removeprefix(prefix) for n in report.folded if n.startswith(prefix)}
+                remember_parts(module, folded)
         if group is not None:
             ranks.share(model, TensorParallel(group))
         if check:
@@ -199,6 +210,6 @@ def _undo(done: list[nn.Module]) -> None:
         before = module.__dict__.pop("bi_kernels_before", None)
         if before is not None:
             module.config._attn_implementation_internal = before
-        for kept in ("bi_kernels_table", PARTS, ROUTED, modules.NORM):
+        for kept in ("bi_kernels_table", PARTS, FOLDED, WITHIN, ROUTED, modules.NORM):
             module.__dict__.pop(kept, None)
         module.__class__ = type(module).replaces

@@ -38,6 +38,27 @@ class ModelMode(batch_invariant_mode):
         if not (embedding or hasattr(getattr(parameter, "main_grad", None), "of_step")):
             buffer(parameter)
 
+    def meets_unknown(self, name: str) -> None:
+        """Raises ValueError for a function of a forward that no trial has seen."""
+        super().meets_unknown(name)
+        call = current()
+        if call is not None and call.is_patched:
+            raise ValueError(
+                f"apply: a forward that was set on the model calls {name}, which has no batch-invariant form; expected "
+                "products, norms, softmax and what else batch_invariant_mode routes"
+            )
+
+    def rows(self, lead: torch.Size):
+        """Enters the layout of the tokens of an input in the model's call."""
+        call = current()
+        return super().rows(lead) if call is None else call.rows(lead)
+
+    def takes(self, x: Tensor, at: object) -> None:
+        """Notes which of the call's tokens an index takes."""
+        call = current()
+        if call is not None and call.layout is not None:
+            call.take(x, at)
+
 
 def routed(forward: Callable) -> Callable:
     """Returns a module's forward within the mode."""

@@ -5,6 +5,8 @@ import functools
 from torch import nn
 
 PARTS = "bi_kernels_parts"
+FOLDED = "bi_kernels_folded"
+WITHIN = "bi_kernels_within"  # of a module: that a model of ours calls it
 OPS = "bi_kernels_ops"  # of a module whose weight ranks share; see ranks.py
 
 
@@ -51,8 +53,13 @@ def causal_lm(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
     return owner, head if isinstance(head, Swapped) and owner.whole and head.bias is None else None
 
 
-def remember_parts(model: nn.Module) -> None:
-    """Remembers the modules within a model, without a cycle, so that a dropped model is freed at once."""
+def remember_parts(model: nn.Module, folded: set[str]) -> None:
+    """Remembers the modules within a model, without a cycle, so that a dropped model is freed at once, and the names of
+    its parameters whose gradients our ops fold."""
+    model.__dict__[FOLDED] = folded
+    for part in model.modules():
+        if isinstance(part, Swapped):
+            part.__dict__[WITHIN] = True
     model.__dict__[PARTS] = [
         (name, isinstance(m, (nn.ModuleList, nn.ModuleDict, nn.Sequential)), m._modules, dict(m._modules))
         for name, m in model.named_modules()
@@ -72,3 +79,24 @@ def check_parts(op: str, model: nn.Module) -> None:
                         f"{op}: {f'{name}.{part}'.lstrip('.')} is {what} after apply(model), expected the module that "
                         "apply saw: restore and apply again"
                     )
+
+
+SHARDED = {  # by attributes of a parameter, or of a module
+    "placements": "a DTensor",
+    "_is_fsdp_managed_module": "sharded by FSDP",
+    "ds_id": "sharded by DeepSpeed",
+    "_hp_mapping": "held by DeepSpeed's optimizer",
+}
+
+
+def check_whole(model: nn.Module) -> None:
+    """Raises ValueError for a model whose parameters something shards: it takes gradients from autograd, which a fold
+    passes by."""
+    for name, t in (*model.named_modules(), *model.named_parameters()):
+        of_module = isinstance(t, nn.Module)  # whose own lookup of what is not there is slow
+        for attribute, said in SHARDED.items():
+            if attribute in t.__dict__ if of_module else hasattr(t, attribute):
+                raise ValueError(
+                    f"apply: {name or 'the model'} is {said}, expected whole parameters: gradients would stay None; "
+                    "share weights by apply(model, group=...), or sequences by MainGrads(world=...)"
+                )

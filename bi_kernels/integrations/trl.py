@@ -1,0 +1,122 @@
+"""TRL's trainers on an applied model: the LM head that they fuse, by this package's ops.
+
+apply(model)
+trainer = GRPOTrainer(model=model, ...)
+use_folded_head(trainer)
+trainer.train()
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from types import MethodType
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+import bi_kernels as bi
+from bi_kernels.integrations.transformers.gradients import Folds
+from bi_kernels.integrations.transformers.layout import current
+from bi_kernels.integrations.transformers.swap import OPS, Swapped
+
+IGNORED = -100
+FUSED = "_fused_forward"  # TRL's name of the forward that it sets
+CHUNK = 2**24  # logits that are held for what has no gradient
+
+
+def use_folded_head(trainer: Trainer) -> None:
+    """Puts our LM head in the place of the one that a TRL trainer fused into its model, and its reference model.
+
+    Call it after the trainer is made and before it trains; `trainer.model` was given to `apply`. Raises ValueError
+    where there is no such head.
+    """
+    found = [m for name in ("model", "ref_model") for m in _fused(getattr(trainer, name, None))]
+    if not found:
+        raise ValueError(
+            f"use_folded_head: trainer is a {type(trainer).__name__}, expected one of TRL's that fuses its LM head, "
+            "made of a model that was given to apply"
+        )
+    for model in found:
+        model.forward = MethodType(_folded(model.__dict__["forward"].__func__), model)
+
+
+def _fused(model: nn.Module | None) -> Iterator[nn.Module]:
+    """Yields the applied models within a model into which TRL fused a head."""
+    for module in () if model is None else model.modules():
+        forward = getattr(module.__dict__.get("forward"), "__func__", None)
+        if isinstance(module, Swapped) and forward is not None and forward.__code__.co_name == FUSED:
+            yield module
+
+
+def _folded(fused: Callable) -> Callable:
+    """Returns TRL's forward with the head's logprobs by our ops, and all else as it was."""
+    told = inspect.getclosurevars(fused).nonlocals
+    output = fused.__globals__["FusedCausalLMOutput"]
+
+    def forward(self, *args, fused_lm_head=False, labels=None, shift_labels=None, num_items_in_batch=None, **kwargs):
+        if not fused_lm_head:
+            given = {"labels": labels, "shift_labels": shift_labels, "num_items_in_batch": num_items_in_batch}
+            return told["original_forward"](*args, **kwargs, **{k: v for k, v in given.items() if v is not None})
+        if getattr(told["text_config"], "output_router_logits", False):
+            kwargs.setdefault("output_router_logits", True)
+        out = getattr(self, told["backbone_attr"])(*args, **kwargs | {"use_cache": False})
+        hidden, length = out.last_hidden_state, None
+        if shift_labels is None:
+            shift_labels, length = nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:], labels.shape[1] - 1
+        with torch._C.DisableTorchFunction():
+            fields = _scored(self, hidden, shift_labels, told)
+        fields = {name: None if t is None else t[:, :length] for name, t in fields.items()}
+        mask = (shift_labels != IGNORED)[:, :length]
+        items = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        loss = -fields["log_probs"].sum() / items
+        aux = None
+        if kwargs.get("output_router_logits"):
+            sizes = told["text_config"].num_experts, told["text_config"].num_experts_per_tok
+            with torch._C.DisableTorchFunction():  # it depends on the batch by definition
+                aux = load_balancing_loss_func(out.router_logits, *sizes, kwargs.get("attention_mask"))
+            loss = loss + getattr(told["text_config"], "router_aux_loss_coef", 0.0) * aux
+        return output(loss=loss, **fields, label_mask=mask, aux_loss=aux)
+
+    forward.__signature__ = inspect.signature(fused)  # which `generate` asks for
+    return forward
+
+
+def _scored(model: nn.Module, hidden: Tensor, targets: Tensor, told: dict) -> dict[str, Tensor | None]:
+    """Returns what TRL's head does of each token (batch, length), in fp32; 0 where targets are ignored."""
+    head, call = model.get_output_embeddings(), current()
+    folds, device = Folds() if call is None else call.folds, hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    dtype = torch.float32 if told["cast_lm_head_to_fp32"] else dtype
+    hidden, weight, bias = hidden.to(dtype), folds.cast(head.weight, dtype), folds.cast(head.bias, dtype)
+    ops, wanted, temperature = head.__dict__.get(OPS, bi), told["outputs"], told["temperature"]
+    cap, scale = told["final_logit_softcapping"], told["logit_scale"]
+
+    def logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        y = getattr(ops, "logits", ops.linear)(hidden, weight, *(() if bias is None else (bias,)))
+        y = y if scale == 1.0 else y * scale
+        return y if cap is None else bi.soft_cap(y, cap)
+
+    if bias is None and cap is None and scale == 1.0:
+        logprob, entropy = ops.lm_head_logprob(hidden, weight, targets, temperature)
+    else:
+        logprob, entropy = bi.token_logprob(logits(hidden, weight, bias), targets, temperature)
+    fields = {"log_probs": logprob, "entropy": entropy if "entropy" in wanted else None}
+    others = ("log_sum_sq_probs", "mean_logits", "is_top1")
+    fields |= {name: torch.zeros_like(logprob) if name in wanted else None for name in others}
+    rest = [name for name in others if name in wanted]
+    with torch.no_grad():
+        rows, to = hidden.flatten(0, 1).split(max(1, CHUNK // len(weight))), targets.flatten()
+        at = 0
+        for part in rows if rest else ():
+            z = logits(part, weight.detach(), None if bias is None else bias.detach()).float() / temperature
+            chosen, where = to[at : at + len(part)], slice(at, at + len(part))
+            found = {
+                "mean_logits": lambda z=z: bi.row_sum(z) / z.shape[1],
+                "is_top1": lambda z=z, chosen=chosen: (z.argmax(-1) == chosen).float(),
+                "log_sum_sq_probs": lambda z=z: bi.row_sum((2 * bi.log_softmax(z)).exp()).log(),
+            }
+            for name in rest:
+                fields[name].view(-1)[where] = torch.where(chosen == IGNORED, 0.0, found[name]())
+            at += len(part)
+    return fields
