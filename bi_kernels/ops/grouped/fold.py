@@ -19,7 +19,7 @@ from bi_kernels.ops.gemm.kernel import FP32_TILE, tma_ready
 from bi_kernels.ops.grouped.rows import gather_rows
 from bi_kernels.tokens import SLAB, consume_zero_flag
 
-FEW, MANY = Tile(64, 128, 64, 4, 4), Tile(128, 128, 64, 8, 3)  # by the width of the gradient
+FEW, MANY = Tile(64, 128, 64, 4, 4), Tile(128, 128, 64, 4, 3)  # by the width of the gradient
 INTERPRETED = Tile(64, 64, 64, 4, 4)
 
 
@@ -90,8 +90,6 @@ def _launch_for(
     grid = (experts * triton.cdiv(M, tile.m) * triton.cdiv(N, tile.n),)
     blocks = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_T": tile.k, "GROUP_M": tile.group, "SLAB": SLAB}
     how = {"CONTINUES": continues, "KEEPS": keeps, "num_warps": tile.warps, "num_stages": tile.stages}
-    if tile == MANY:
-        how["maxnreg"] = 128  # so that a program waits for memory while another one adds
     return Launch(_fold_kernel, device.index, grid, M, N, **blocks, **how), tile
 
 
