@@ -322,6 +322,14 @@ def _family_rows(session, target: ModelTarget, family: str, dtype: str) -> Itera
                 p.grad = None if p.grad is None else p.grad.clone()
         return {"logits": y.detach()} | {name: p.grad for name, p in model.named_parameters()}
 
+    following = ids[:, 1:, None]
+    with torch.no_grad():
+        scores = [
+            m(ids, use_cache=False).logits.log_softmax(-1)[:, :-1].gather(-1, following)[..., 0]
+            for m in (theirs, exact)
+        ]
+        found = session.adapter().logprobs(model, ids)[0][:, :-1]
+    yield from accuracy(target, "logprobs", *({"": t} for t in (found, *scores)), of=f"{family}, logprobs")
     results = map(step, (model.eval(), theirs.eval(), exact.eval()))
     yield from accuracy(target, "before apply", *results, of=f"{family}, ")
 
