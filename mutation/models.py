@@ -22,7 +22,7 @@ from bi_kernels.contract import CONTRACT, DTYPES, rounding
 from bi_kernels.tokens import TokenLayout
 
 LENGTHS = 5, 1, 17, 33, 9
-EXPERTS, CHOICES = 7, 2
+EXPERTS, CHOICES = 7, 3
 WIDTH, HEADS, VOCABULARY, LONGEST = 32, 2, 40, 33
 FAMILIES = "qwen3_moe", "gpt_oss"  # beside the one that the audit of Transformers judges
 Tensors = dict[str, Tensor]
@@ -152,6 +152,13 @@ class Experts(StepTarget):
 def experts(dtype: str, device: str, seed: int) -> Iterator[Row]:
     target = Experts(dtype, device, seed)
     yield from target.rows()
+    drawn, ids = (
+        torch.randn(9, 4, 16, device=target.device),
+        torch.arange(36, device=target.device).view(9, 4) * 5 % 7,
+    )
+    y, weights = drawn.to(target.dtype), drawn[..., 0].to(target.dtype)
+    found = (bi_kernels.routed_sum(*(t[:, order] for t in (y, weights, ids))) for order in ([0, 1, 2, 3], [2, 0, 3, 1]))
+    yield target.row(Relation.INVARIANCE, "order of choices", compare(*found), tensor="routed_sum")
     scores = torch.tensor([[0.0, -0.0, 1.0, float("nan"), 1.0, float("inf"), float("nan")]], device=target.device)
     _, ids = bi_kernels.top_k(scores.to(target.dtype), 7)
     drift = compare(ids, torch.tensor([[3, 5, 6, 2, 4, 0, 1]], device=target.device))
@@ -307,11 +314,22 @@ def _family_rows(session, target: ModelTarget, family: str, dtype: str) -> Itera
     yield _answer(target, model, True, family, check=True)
 
     def step(model: nn.Module) -> Tensors:
-        y = model(ids, use_cache=False).logits
-        dy = torch.linspace(-1, 1, y.numel(), device=y.device, dtype=torch.float64).view(y.shape).sin()
-        y.backward(dy.to(y.dtype))
+        for _ in range(2):
+            y = model(ids, use_cache=False).logits
+            dy = torch.linspace(-1, 1, y.numel(), device=y.device, dtype=torch.float64).view(y.shape).sin()
+            y.backward(dy.to(y.dtype))
+            for p in model.parameters():  # as somebody leaves it who clips it
+                p.grad = None if p.grad is None else p.grad.clone()
         return {"logits": y.detach()} | {name: p.grad for name, p in model.named_parameters()}
 
+    following = ids[:, 1:, None]
+    with torch.no_grad():
+        scores = [
+            m(ids, use_cache=False).logits.log_softmax(-1)[:, :-1].gather(-1, following)[..., 0]
+            for m in (theirs, exact)
+        ]
+        found = session.adapter().logprobs(model, ids)[0][:, :-1]
+    yield from accuracy(target, "logprobs", *({"": t} for t in (found, *scores)), of=f"{family}, logprobs")
     results = map(step, (model.eval(), theirs.eval(), exact.eval()))
     yield from accuracy(target, "before apply", *results, of=f"{family}, ")
 
