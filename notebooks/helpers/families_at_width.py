@@ -433,7 +433,7 @@ def sample(model: nn.Module, prompts: list[Tensor], new: int, seed: int) -> tupl
         pad_token_id=0,
     )
     tokens = out.sequences[:, -new:]
-    steps = [bi_kernels.log_softmax(y).gather(-1, tokens[:, i, None]) for i, y in enumerate(out.logits)]
+    steps = [bi_kernels.log_softmax(y.to(model.dtype)).gather(-1, tokens[:, i, None]) for i, y in enumerate(out.logits)]
     sequences = [torch.cat([row[where], t]) for row, where, t in zip(given["input_ids"], at, tokens)]
     return sequences, torch.cat(steps, 1).float().flatten()
 
