@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from bi_kernels.checks import aligned
 from bi_kernels.ops.grouped.groups import Groups, group_by_expert
 from bi_kernels.ops.grouped.rows import combine_gradients, combined, gather_rows
 from bi_kernels.parallel.exchange import (
@@ -101,7 +100,7 @@ class Combine(torch.autograd.Function):
         needs_y, needs_weights = ctx.needs_input_grad[4:]
         dy = torch.empty_like(y, memory_format=torch.contiguous_format) if needs_y else None
         dweights = torch.zeros_like(weights, memory_format=torch.contiguous_format) if needs_weights else None
-        combine_gradients(aligned(dout), aligned(y), weights.contiguous(), mine.source, dy, dweights, k)
+        combine_gradients(dout, y, weights, mine.source, dy, dweights, k)
         if needs_weights:
             every = exchange(ctx.group, all_gather_rows(dweights, ctx.group))
             dweights = every.gather(0, (places.clamp(min=0) // k).long()[None])[0]

@@ -182,6 +182,7 @@ def _fake_combined(y, weights, rows, source):
 @writes("dy", "dweights")
 def combine_gradients(dout, y, weights, source, dy, dweights, choices: int) -> None:
     if len(source) and dout.shape[1]:
+        dout, y, weights = aligned(dout), aligned(y), weights.contiguous()
         _combine_backward_kernel[(triton.cdiv(len(source), DOT_ROWS),)](
             dout,
             y,
@@ -205,7 +206,7 @@ def _combine_backward(ctx, dout):
         return _dispatch_op.raw(dout.contiguous(), rows, source, rows.shape[1]), None, None, None
     dy = torch.empty_like(y, memory_format=torch.contiguous_format) if ctx.needs_input_grad[0] else None
     dweights = weights.new_zeros(weights.shape) if ctx.needs_input_grad[1] else None
-    combine_gradients(aligned(dout), aligned(y), weights.contiguous(), source, dy, dweights, rows.shape[1])
+    combine_gradients(dout, y, weights, source, dy, dweights, rows.shape[1])
     return dy, dweights, None, None
 
 
