@@ -17,10 +17,11 @@ import bi_kernels
 from bi_kernels.grads import MainGrads
 from bi_kernels.model import CONFIGS, Decoder, generate, packed, padded
 from bi_kernels.parallel import exchange
-from bi_kernels.parallel.tensor import TensorParallel
+from bi_kernels.parallel.tensor import ExpertParallel, TensorParallel
 
 LENGTHS, WIDTH = [5, 1, 17, 33], 40
 BASE = replace(CONFIGS["world"], layers=1, qkv_bias=True, tied=False)
+MIXTURE = {"mlp": 0, "experts": 4, "experts_per_token": 3, "expert_mlp": 32}
 SMALL = replace(BASE, vocab=300, qkv_bias=False)  # one block, so that a rank has none of the vocabulary
 VARIANTS = {  # of the configuration; of the step
     "biases, packed": ({}, {}),
@@ -32,6 +33,7 @@ VARIANTS = {  # of the configuration; of the step
     "one block of vocabulary": ({"vocab": 300}, {}),
     "all frozen but an inner weight": ({"layers": 2}, {"trains": "layers.0.k"}),
     "the embedding and a norm are frozen": ({}, {"frozen": ("embedding", "layers.0.norm")}),
+    "a mixture, one key head": (MIXTURE | {"kv_heads": 1}, {"checkpointing": True, "batches": [[0, 1], [2, 3]]}),
 }
 SEQUENCE = {  # likewise, of norms and residuals by tokens
     "packed": ({}, {}),
@@ -40,6 +42,11 @@ SEQUENCE = {  # likewise, of norms and residuals by tokens
     "fp32, no main_grad": ({"qk_norm": False}, {"dtype": torch.float32, "buffers": False}),
     "checkpointing, micro-batches": ({"layers": 2}, {"checkpointing": True, "batches": [[0, 1], [2, 3]]}),
     "the embedding and a norm are frozen": ({}, {"frozen": ("embedding", "layers.0.norm")}),
+    "a mixture, padded left": (MIXTURE, {"padded": True, "left": True}),
+}
+EXPERTS = {  # likewise, of experts alone
+    "padded left": (MIXTURE, {"padded": True, "left": True, "checkpointing": True}),
+    "fp32, another order": (MIXTURE | {"norm_topk": False}, {"dtype": torch.float32, "order": [2, 0, 3, 1]}),
 }
 
 
@@ -123,6 +130,7 @@ def refused(group: dist.ProcessGroup) -> dict[str, str]:
         ("odd", replace(BASE, mlp=95), 0),
         ("heads", replace(BASE, heads=3, kv_heads=3, hidden=48), 0),
         ("one head", replace(BASE, heads=1, kv_heads=1), 0),
+        ("experts", replace(BASE, **MIXTURE | {"experts": 3}), 0),
         ("seed", BASE, dist.get_rank(group)),
     ):
         try:
@@ -178,11 +186,19 @@ def main(folder: Path) -> None:
     if ranks:
         dist.init_process_group("gloo")
     ops = lambda sequence=False: TensorParallel(dist.group.WORLD, sequence) if ranks else bi_kernels
+    experts = ExpertParallel(dist.group.WORLD) if ranks else bi_kernels
     found = {}
-    for variants, sequence in ((VARIANTS, False), (SEQUENCE, True)):
+    for variants, kind, by in (
+        (VARIANTS, "", ops()),
+        (SEQUENCE, "sequence, ", ops(True)),
+        (EXPERTS, "experts, ", experts),
+    ):
         for name, (sizes, how) in variants.items():
             how = {"padded_" if k == "padded" else k: v for k, v in how.items()}
-            found["sequence, " * sequence + name] = step(replace(BASE, **sizes), ops(sequence), **how)
+            found[kind + name] = step(replace(BASE, **sizes), by, **how)
+    found["generation of a mixture"] = generated(replace(BASE, **MIXTURE), ops()) | {
+        "by experts": generated(replace(BASE, **MIXTURE), experts)
+    }
     found["generation"] = generated(BASE, ops()) | generated(replace(BASE, kv_heads=1), ops())
     found["generation, one block"] = generated(SMALL, ops())
     both = ops()  # of two models, whose key heads are more and fewer than the ranks

@@ -12,7 +12,7 @@ import torch
 from conftest import slow_but
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks_tensor import SEQUENCE, VARIANTS
+from ranks_tensor import EXPERTS, SEQUENCE, VARIANTS
 
 from bi_kernels.audit import start
 from bi_kernels.audit.index import goals
@@ -58,6 +58,8 @@ def applied(tmp_path_factory) -> dict[str, dict]:
     [
         *VARIANTS,
         *(f"sequence, {name}" for name in SEQUENCE),
+        *(f"experts, {name}" for name in EXPERTS),
+        "generation of a mixture",
         "generation",
         "generation, one block",
         "two models",
@@ -98,11 +100,44 @@ def test_what_cannot_be_cut_or_computed_is_one_sentence(found):
     said = found["1"]["refused"]
     assert said["odd"] == "TensorParallel: a weight of shape (95, 64) has 95 rows, expected a multiple of 2 ranks"
     assert said["heads"] == "TensorParallel: 3 heads, expected a multiple of 2 ranks"
+    assert said["experts"] == "TensorParallel: 3 experts, expected a multiple of 2 ranks"
     assert said["one head"] == "TensorParallel: 1 heads, expected a multiple of 2 ranks"
     assert said["seed"] == "TensorParallel: rank 1 has seed 1, expected 0 as rank 0"
     assert said["group"].startswith("TensorParallel: group is None, expected a process group that this rank is in")
     assert said["unshared"].startswith("lm_head_logprob: weight of shape (9000, 64) is not shared over ranks")
     assert said["hidden"].startswith("lm_head_logprob: hidden has shape (4, 32) and weight (")
+
+
+@pytest.mark.slow
+def test_a_mixture_has_one_hash_by_experts_by_tensor_and_by_data(tmp_path):
+    """After two steps of AdamW; decode has training's logprobs, and ranks that add partial sums are found out."""
+    told = {"shapes": "tiny", "dtype": "bf16", "seed": 0, "device": "cpu"}
+
+    def run(*jobs: tuple) -> list[Evidence]:
+        named = [{"strategy": f"{HERE}:{name}", "config": config} for name, config in jobs]
+        found, why = launch(tmp_path / jobs[0][0], told | {"jobs": named}, jobs[0][1].ranks, 240)
+        assert not why
+        return [Evidence(config, ranks) for (_, config), ranks in zip(jobs, found, strict=True)]
+
+    tp2, dp2 = ParallelConfig(2, mixture=True), ParallelConfig(dp=2, mixture=True)
+    ep2 = tp2._replace(ep=True)
+    (one,) = run(("OURS", ep2.alone))
+    *shared, combined, dispatched = run(
+        ("EXPERTS", ep2),
+        ("OURS", tp2),
+        ("OURS", tp2._replace(tokens=True)),
+        ("OURS", dp2),
+        ("COMBINED", ep2),
+        ("DISPATCHED", ep2),
+    )
+    for two in shared:
+        drifts = [two.against(one, kind)[0] for kind in ("logprob", "gradient", "weight")]
+        assert all(d.elements and not d.mismatches for d in drifts) and two.digest() == one.digest(), two.config.name
+    for evidence in (one, *shared[:3]):
+        decoded, missing = evidence.against(one, "decode")
+        assert decoded.elements and not decoded.mismatches and not missing
+    assert combined.against(one, "logprob")[0].mismatches and not combined.against(one, "logprob")[1]
+    assert dispatched.against(one, "gradient")[0].mismatches and not dispatched.against(one, "gradient")[1]
 
 
 TP2 = ParallelConfig(2, 1)

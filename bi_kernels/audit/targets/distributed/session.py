@@ -172,7 +172,7 @@ class DistributedSession(Session):
         """Returns a row; it needs a fix where nothing was compared."""
         who, shapes, dtype = Target(), case(self.parameters["shapes"]), self.parameters["dtype"]
         sizes = decoder(self.parameters["shapes"], config.mixture)
-        layers = f"{sizes.layers} layers" + f" of {sizes.experts} experts" * config.mixture
+        layers = f"{sizes.layers} layer{'s' * (sizes.layers > 1)}" + f" of {sizes.experts} experts" * config.mixture
         who.whose = self.audit, "decoder", layers, "bi_kernels", dtype, self.device_label
         who.command = self.command
         if drift is not None and not drift.elements:
