@@ -1,6 +1,6 @@
 """Run by tests/test_tensor_parallel.py under torchrun, or alone: one step of small decoders, cut by tensor over gloo.
 
-ranks_tensor.py FOLDER      # each rank writes {variant: {what: SHA-256}}: logprobs, whole gradients, what is generated
+ranks_tensor.py FOLDER [mixtures]  # each rank writes {variant: {what: SHA-256}}: logprobs, gradients, what is generated
 """
 
 import hashlib
@@ -33,7 +33,6 @@ VARIANTS = {  # of the configuration; of the step
     "one block of vocabulary": ({"vocab": 300}, {}),
     "all frozen but an inner weight": ({"layers": 2}, {"trains": "layers.0.k"}),
     "the embedding and a norm are frozen": ({}, {"frozen": ("embedding", "layers.0.norm")}),
-    "a mixture, one key head": (MIXTURE | {"kv_heads": 1}, {"checkpointing": True, "batches": [[0, 1], [2, 3]]}),
 }
 SEQUENCE = {  # likewise, of norms and residuals by tokens
     "packed": ({}, {}),
@@ -42,11 +41,11 @@ SEQUENCE = {  # likewise, of norms and residuals by tokens
     "fp32, no main_grad": ({"qk_norm": False}, {"dtype": torch.float32, "buffers": False}),
     "checkpointing, micro-batches": ({"layers": 2}, {"checkpointing": True, "batches": [[0, 1], [2, 3]]}),
     "the embedding and a norm are frozen": ({}, {"frozen": ("embedding", "layers.0.norm")}),
-    "a mixture, padded left": (MIXTURE, {"padded": True, "left": True}),
 }
-EXPERTS = {  # likewise, of experts alone
-    "padded left": (MIXTURE, {"padded": True, "left": True, "checkpointing": True}),
-    "fp32, another order": (MIXTURE | {"norm_topk": False}, {"dtype": torch.float32, "order": [2, 0, 3, 1]}),
+MIXTURES = {  # likewise, of experts; shared by tensor, by tokens too, and alone
+    "mixture by tensor": ({"kv_heads": 1}, {"checkpointing": True, "batches": [[0, 1], [2, 3]]}),
+    "mixture by tokens": ({}, {"padded": True, "left": True}),
+    "mixture by experts": ({"norm_topk": False}, {"dtype": torch.float32, "order": [2, 0, 3, 1]}),
 }
 
 
@@ -180,32 +179,36 @@ def moved(group: dist.ProcessGroup) -> dict[str, bool]:
     return found
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    ranks = "RANK" in os.environ
-    if ranks:
-        dist.init_process_group("gloo")
-    ops = lambda sequence=False: TensorParallel(dist.group.WORLD, sequence) if ranks else bi_kernels
-    experts = ExpertParallel(dist.group.WORLD) if ranks else bi_kernels
-    found = {}
-    for variants, kind, by in (
-        (VARIANTS, "", ops()),
-        (SEQUENCE, "sequence, ", ops(True)),
-        (EXPERTS, "experts, ", experts),
-    ):
+def of_dense(ops, found: dict) -> None:
+    for variants, sequence in ((VARIANTS, False), (SEQUENCE, True)):
         for name, (sizes, how) in variants.items():
             how = {"padded_" if k == "padded" else k: v for k, v in how.items()}
-            found[kind + name] = step(replace(BASE, **sizes), by, **how)
-    found["generation of a mixture"] = generated(replace(BASE, **MIXTURE), ops()) | {
-        "by experts": generated(replace(BASE, **MIXTURE), experts)
-    }
+            found["sequence, " * sequence + name] = step(replace(BASE, **sizes), ops(sequence), **how)
     found["generation"] = generated(BASE, ops()) | generated(replace(BASE, kv_heads=1), ops())
     found["generation, one block"] = generated(SMALL, ops())
     both = ops()  # of two models, whose key heads are more and fewer than the ranks
     found["two models"] = step(replace(BASE, kv_heads=1), both) | generated(BASE, both)
     g = torch.Generator().manual_seed(7)
     found["x used twice"] = used_twice(ops(), [torch.randn(64, 64, generator=g).bfloat16() for _ in range(3)])
+
+
+def of_mixtures(ops, found: dict) -> None:
+    experts = bi_kernels if ops() is bi_kernels else ExpertParallel(dist.group.WORLD)
+    for by, (name, (sizes, how)) in zip((ops(), ops(True), experts), MIXTURES.items()):
+        how = {"padded_" if k == "padded" else k: v for k, v in how.items()}
+        found[name] = step(replace(BASE, **MIXTURE | sizes), by, **how)
+    found["mixture, generation"] = generated(replace(BASE, **MIXTURE), experts)
+
+
+def main(folder: Path, kind: str = "dense") -> None:
+    torch.set_num_threads(1)
+    ranks = "RANK" in os.environ
     if ranks:
+        dist.init_process_group("gloo")
+    found = {}
+    of = of_mixtures if kind == "mixtures" else of_dense
+    of(lambda sequence=False: TensorParallel(dist.group.WORLD, sequence) if ranks else bi_kernels, found)
+    if ranks and kind == "dense":
         found |= {"refused": refused(dist.group.WORLD), "moved": moved(dist.group.WORLD)}
     (folder / f"{dist.get_rank() if ranks else 'one'}.json").write_text(json.dumps(found))
     if ranks:
@@ -214,4 +217,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -12,7 +12,7 @@ import torch
 from conftest import slow_but
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks_tensor import EXPERTS, SEQUENCE, VARIANTS
+from ranks_tensor import MIXTURES, SEQUENCE, VARIANTS
 
 from bi_kernels.audit import start
 from bi_kernels.audit.index import goals
@@ -32,10 +32,10 @@ TRANSFORMERS = SCRIPT.with_name("ranks_transformers.py")
 RUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
-def of_all(script: Path, folder: Path) -> dict[str, dict]:
+def of_all(script: Path, folder: Path, *more: str) -> dict[str, dict]:
     """Returns everything that a script found in one process, "one", and in each rank of two, "0" and "1"."""
     for run in ([sys.executable], [*RUN, "2"]):
-        command = [*run, str(script), str(folder)]
+        command = [*run, str(script), str(folder), *more]
         done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
     return {file.stem: json.loads(file.read_text()) for file in folder.glob("*.json")}
@@ -44,6 +44,11 @@ def of_all(script: Path, folder: Path) -> dict[str, dict]:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[str, dict]:
     return of_all(SCRIPT, tmp_path_factory.mktemp("tensor"))
+
+
+@pytest.fixture(scope="module")
+def mixtures(tmp_path_factory) -> dict[str, dict]:
+    return of_all(SCRIPT, tmp_path_factory.mktemp("mixtures"), "mixtures")
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +63,6 @@ def applied(tmp_path_factory) -> dict[str, dict]:
     [
         *VARIANTS,
         *(f"sequence, {name}" for name in SEQUENCE),
-        *(f"experts, {name}" for name in EXPERTS),
-        "generation of a mixture",
         "generation",
         "generation, one block",
         "two models",
@@ -70,6 +73,15 @@ def test_two_ranks_have_the_bits_of_one(variant, rank, found):
     one, two = found["one"][variant], found[rank][variant]
     assert [name for name in one if one[name] != two[name]] == []
     assert one.keys() == two.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("variant", [*MIXTURES, "mixture, generation"])
+def test_a_mixture_over_two_ranks_has_the_bits_of_one(variant, rank, mixtures):
+    one, two = mixtures["one"][variant], mixtures[rank][variant]
+    assert one.keys() == two.keys()
+    assert [name for name in one if one[name] != two[name]] == []
 
 
 @pytest.mark.slow
