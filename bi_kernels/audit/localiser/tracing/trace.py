@@ -78,7 +78,7 @@ class Trace:
             slot.digests = store.found[key]
         return slot
 
-    def wrote(self, t: torch.Tensor, at: Wrote, whole: bool, grouped: int) -> None:
+    def wrote(self, t: torch.Tensor, at: Wrote, whole: bool, grouped: int = 0) -> None:
         """Notes which event wrote a tensor; grouped: how many rows, sorted by expert, the event writes."""
         store = self.store(t)
         store.fresh = False
