@@ -28,7 +28,7 @@ _HOLDS = {
     "mode.mode": ("batch_invariant_mode",),
     "tokens": ("TokenLayout",),
     "grads": ("MainGrads",),
-    "parallel.tensor": ("TensorParallel",),
+    "parallel.tensor": ("ExpertParallel", "TensorParallel"),
 }
 _MODULE = {name: module for module, names in _HOLDS.items() for name in names}
 __all__ = list(_MODULE)

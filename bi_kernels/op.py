@@ -25,7 +25,10 @@ from bi_kernels.checks import INFERENCE
 from bi_kernels.compat import apply_of, is_fake, is_transformed
 
 
-def _custom_op(name: str, function: Callable, fake: Callable, mutates: Sequence[str] = ()) -> Callable:
+def custom_op(name: str, function: Callable, fake: Callable, mutates: Sequence[str] = ()) -> Callable:
+    """Registers a custom op, which torch.compile does not look into. Arguments without annotation are tensors or
+    None."""
+
     def call(*args):
         return function(*args)
 
@@ -50,7 +53,7 @@ def writes(*outputs: str) -> Callable:
 
     def decorate(function: Callable) -> Callable:
         name = f"{function.__module__.rpartition('.')[2]}_{function.__name__.strip('_')}"
-        opaque = _custom_op(name, function, lambda *args: None, outputs)
+        opaque = custom_op(name, function, lambda *args: None, outputs)
 
         @wraps(function)
         def call(*args) -> None:
@@ -93,7 +96,7 @@ class Op:
         self._direct, self._flat = direct or launch, flat or (lambda *args: args)
         self.backward = backward
         self.launch, several = launch, inspect.signature(launch).return_annotation is not torch.Tensor
-        self._opaque = _custom_op(name, launch, fake)
+        self._opaque = custom_op(name, launch, fake)
         defaults = [p.default for p in inspect.signature(launch).parameters.values() if p.default is not p.empty]
         self._untrained = tuple(defaults)
 

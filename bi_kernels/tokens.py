@@ -97,6 +97,16 @@ class TokenLayout(ContextDecorator):
         self.slots = torch.tensor(slots, dtype=torch.int32, device="cpu")
         self.identity = self.tokens == rows and slots == [*range(rows), *[-1] * (-rows % SLAB)]
         self._on: dict[tuple[str, torch.device], torch.Tensor] = {}
+        self._register()
+
+    def _register(self) -> None:
+        """Makes the tensor that stands for this layout in compiled code; see `layout_of`."""
+        self.stand_in = torch.tensor([next(_ids)], device="cpu")
+        _live[int(self.stand_in)] = self
+
+    def __setstate__(self, state: dict) -> None:
+        self.__dict__.update(state)
+        self._register()  # a copy's number, or another process's, is not its own
 
     @classmethod
     def packed(cls, cu_seqlens: torch.Tensor | Sequence[int], order: Sequence[int] | None = None) -> "TokenLayout":
@@ -357,7 +367,7 @@ def _(x, op, features, trains):
 
 
 def layout_of(layout: "TokenLayout | torch.Tensor") -> TokenLayout:
-    """Returns the layout that `training_arguments` returned."""
+    """Returns the layout that `training_arguments` returned, or a layout's stand-in means."""
     return _live[int(layout)] if isinstance(layout, torch.Tensor) else layout
 
 

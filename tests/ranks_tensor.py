@@ -1,6 +1,6 @@
 """Run by tests/test_tensor_parallel.py under torchrun, or alone: one step of small decoders, cut by tensor over gloo.
 
-ranks_tensor.py FOLDER      # each rank writes {variant: {what: SHA-256}}: logprobs, whole gradients, what is generated
+ranks_tensor.py FOLDER [mixtures]  # each rank writes {variant: {what: SHA-256}}: logprobs, gradients, what is generated
 """
 
 import hashlib
@@ -17,10 +17,11 @@ import bi_kernels
 from bi_kernels.grads import MainGrads
 from bi_kernels.model import CONFIGS, Decoder, generate, packed, padded
 from bi_kernels.parallel import exchange
-from bi_kernels.parallel.tensor import TensorParallel
+from bi_kernels.parallel.tensor import ExpertParallel, TensorParallel
 
 LENGTHS, WIDTH = [5, 1, 17, 33], 40
 BASE = replace(CONFIGS["world"], layers=1, qkv_bias=True, tied=False)
+MIXTURE = {"mlp": 0, "experts": 4, "experts_per_token": 3, "expert_mlp": 32}
 SMALL = replace(BASE, vocab=300, qkv_bias=False)  # one block, so that a rank has none of the vocabulary
 VARIANTS = {  # of the configuration; of the step
     "biases, packed": ({}, {}),
@@ -40,6 +41,11 @@ SEQUENCE = {  # likewise, of norms and residuals by tokens
     "fp32, no main_grad": ({"qk_norm": False}, {"dtype": torch.float32, "buffers": False}),
     "checkpointing, micro-batches": ({"layers": 2}, {"checkpointing": True, "batches": [[0, 1], [2, 3]]}),
     "the embedding and a norm are frozen": ({}, {"frozen": ("embedding", "layers.0.norm")}),
+}
+MIXTURES = {  # likewise, of experts; shared by tensor, by tokens too, and alone
+    "mixture by tensor": ({"kv_heads": 1}, {"checkpointing": True, "batches": [[0, 1], [2, 3]]}),
+    "mixture by tokens": ({}, {"padded": True, "left": True}),
+    "mixture by experts": ({"norm_topk": False}, {"dtype": torch.float32, "order": [2, 0, 3, 1]}),
 }
 
 
@@ -123,6 +129,7 @@ def refused(group: dist.ProcessGroup) -> dict[str, str]:
         ("odd", replace(BASE, mlp=95), 0),
         ("heads", replace(BASE, heads=3, kv_heads=3, hidden=48), 0),
         ("one head", replace(BASE, heads=1, kv_heads=1), 0),
+        ("experts", replace(BASE, **MIXTURE | {"experts": 3}), 0),
         ("seed", BASE, dist.get_rank(group)),
     ):
         try:
@@ -172,13 +179,7 @@ def moved(group: dist.ProcessGroup) -> dict[str, bool]:
     return found
 
 
-def main(folder: Path) -> None:
-    torch.set_num_threads(1)
-    ranks = "RANK" in os.environ
-    if ranks:
-        dist.init_process_group("gloo")
-    ops = lambda sequence=False: TensorParallel(dist.group.WORLD, sequence) if ranks else bi_kernels
-    found = {}
+def of_dense(ops, found: dict) -> None:
     for variants, sequence in ((VARIANTS, False), (SEQUENCE, True)):
         for name, (sizes, how) in variants.items():
             how = {"padded_" if k == "padded" else k: v for k, v in how.items()}
@@ -189,7 +190,25 @@ def main(folder: Path) -> None:
     found["two models"] = step(replace(BASE, kv_heads=1), both) | generated(BASE, both)
     g = torch.Generator().manual_seed(7)
     found["x used twice"] = used_twice(ops(), [torch.randn(64, 64, generator=g).bfloat16() for _ in range(3)])
+
+
+def of_mixtures(ops, found: dict) -> None:
+    experts = bi_kernels if ops() is bi_kernels else ExpertParallel(dist.group.WORLD)
+    for by, (name, (sizes, how)) in zip((ops(), ops(True), experts), MIXTURES.items()):
+        how = {"padded_" if k == "padded" else k: v for k, v in how.items()}
+        found[name] = step(replace(BASE, **MIXTURE | sizes), by, **how)
+    found["mixture, generation"] = generated(replace(BASE, **MIXTURE), experts)
+
+
+def main(folder: Path, kind: str = "dense") -> None:
+    torch.set_num_threads(1)
+    ranks = "RANK" in os.environ
     if ranks:
+        dist.init_process_group("gloo")
+    found = {}
+    of = of_mixtures if kind == "mixtures" else of_dense
+    of(lambda sequence=False: TensorParallel(dist.group.WORLD, sequence) if ranks else bi_kernels, found)
+    if ranks and kind == "dense":
         found |= {"refused": refused(dist.group.WORLD), "moved": moved(dist.group.WORLD)}
     (folder / f"{dist.get_rank() if ranks else 'one'}.json").write_text(json.dumps(found))
     if ranks:
@@ -198,4 +217,4 @@ def main(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from bi_kernels import MainGrads
@@ -11,9 +12,9 @@ from bi_kernels.model.cache import packed
 LENGTHS = [(5, 19), (3, 1, 16)]  # of two micro-batches
 
 
-def gradients(backend: str | None) -> list[torch.Tensor]:
+def gradients(name: str, backend: str | None) -> list[torch.Tensor]:
     """Returns the losses and gradients of a step, in eager mode without a backend."""
-    model, drawn = Decoder(replace(CONFIGS["tiny"], layers=1)), torch.Generator().manual_seed(0)
+    model, drawn = Decoder(replace(CONFIGS[name], layers=1)), torch.Generator().manual_seed(0)
     grads = MainGrads(model.parameters(), tied=model.tied)
 
     def loss(ids, targets, rows):
@@ -31,7 +32,8 @@ def gradients(backend: str | None) -> list[torch.Tensor]:
     return [*losses, *(p.main_grad for p in model.parameters())]
 
 
-def test_a_compiled_step_of_the_decoder_has_the_bits_of_eager_mode():
+@pytest.mark.parametrize("name", ["tiny", "tiny-experts"])
+def test_a_compiled_step_of_the_decoder_has_the_bits_of_eager_mode(name):
     torch.compiler.reset()
-    found, expected = gradients("aot_eager"), gradients(None)
+    found, expected = gradients(name, "aot_eager"), gradients(name, None)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

@@ -19,6 +19,7 @@ from torch import nn
 import bi_kernels
 from bi_kernels.audit import locate
 from bi_kernels.audit.localiser.locate import against, record
+from bi_kernels.audit.targets.decoder_controls import with_ops
 from bi_kernels.model import CONFIGS, Decoder
 
 
@@ -265,6 +266,19 @@ def routed(x, late: bool = False):
     if late and len(t) > 8:
         y = y.bfloat16().float()
     return torch.zeros_like(t).index_copy(0, order, y).view_as(x)
+
+
+@pytest.mark.parametrize("drifts", [False, True])
+def test_rows_that_are_sorted_by_expert_are_nobodys_and_hide_nothing(drifts):
+    def experts(x, weight, groups):
+        y = bi_kernels.grouped_linear(x, weight, groups)
+        return bi_kernels.scale(y, 1.125) if drifts and len(y) < 40 else y
+
+    config = dataclasses.replace(CONFIGS["tiny-experts"], layers=1)
+    model, batch = Decoder(config, ops=with_ops(grouped_linear=experts)), [torch.arange(n) for n in (5, 9)]
+    for layouts, wrong in ((("batch", "micro_batches"), drifts), (("singles", "decode"), False)):
+        found = locate(model, batch, layouts, rounds=1).causes
+        assert ["_grouped_kernel" in cause.op for cause in found] == [True] * wrong
 
 
 def test_tokens_that_are_only_moved_do_not_drift_and_hide_nothing():

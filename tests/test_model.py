@@ -46,9 +46,14 @@ def test_gradients_of_a_step_on_a_rollout_are_compared(moved):
     assert found["prefill of a cache"] == {"logprob": 0}
 
 
+BIASES = dataclasses.replace(CONFIG, tied=False, qk_norm=False, qkv_bias=True, window=8)
+EXPERTS = dataclasses.replace(CONFIGS["tiny-experts"], layers=1, norm_topk=False)
+
+
 @torch.no_grad()
-def test_chunks_and_left_padding_with_biases_and_a_window_give_the_logprobs_of_one_call():
-    model = Decoder(dataclasses.replace(CONFIG, tied=False, qk_norm=False, qkv_bias=True, window=8))
+@pytest.mark.parametrize("config", [BIASES, EXPERTS], ids=["biases and a window", "experts"])
+def test_chunks_and_left_padding_give_the_logprobs_of_one_call(config):
+    model = Decoder(config)
     expected, _ = model.logprobs(IDS, TARGETS, packed(LENGTHS, "cpu"))
     assert len(expected.unique()) > len(expected) // 2
     assert_same_bits(cached_logprobs(model, LENGTHS, IDS, TARGETS, 7, [0] * len(LENGTHS)), expected)
@@ -66,12 +71,52 @@ def test_a_cache_that_is_full_says_so():
 
 
 def test_the_configurations_count_as_many_parameters_as_published():
-    for name, published in (("qwen3-0.6b", 596_049_920), ("qwen3-8b", 8_190_735_360), ("llama3-8b", 8_030_261_248)):
+    for name, published in (
+        ("qwen3-0.6b", 596_049_920),
+        ("qwen3-8b", 8_190_735_360),
+        ("llama3-8b", 8_030_261_248),
+        ("qwen3-30b-a3b", 30_532_122_624),
+    ):
         c = CONFIGS[name]
         width, kv_width = c.heads * c.head_dim, c.kv_heads * c.head_dim
-        layer = c.hidden * (2 * width + 2 * kv_width + 3 * c.mlp + 2) + 2 * c.head_dim * c.qk_norm
+        mlp = 3 * c.mlp + c.experts * (3 * c.expert_mlp + 1)
+        layer = c.hidden * (2 * width + 2 * kv_width + mlp + 2) + 2 * c.head_dim * c.qk_norm
         count = c.layers * layer + c.vocab * c.hidden * (1 if c.tied else 2) + c.hidden
         assert count == published, name
+
+
+@pytest.mark.parametrize("norm_topk", [True, False])
+def test_a_mixture_is_that_of_qwen3(norm_topk):
+    modeling = pytest.importorskip("transformers.models.qwen3_moe.modeling_qwen3_moe")
+    c = dataclasses.replace(EXPERTS, norm_topk=norm_topk)
+    layer = Decoder(c, dtype=torch.float32).layers[0]
+    sizes = {"hidden_size": c.hidden, "num_experts": c.experts, "num_experts_per_tok": c.experts_per_token}
+    sizes |= {"moe_intermediate_size": c.expert_mlp, "norm_topk_prob": norm_topk}
+    theirs = modeling.Qwen3MoeSparseMoeBlock(modeling.Qwen3MoeConfig(experts_implementation="eager", **sizes))
+    weights = {"gate.weight": layer.router, "experts.gate_up_proj": layer.gate_up, "experts.down_proj": layer.down}
+    theirs.load_state_dict(weights)
+    h, dy = torch.randn(2, 1, 20, c.hidden).unbind()
+    found = []
+    for mixture, of in ((lambda h: layer.mixture(h, padded([20], 20, "cpu")), weights), (theirs, None)):
+        x = h.clone().requires_grad_()
+        y = mixture(x)
+        y.backward(dy)
+        named = weights if of else dict(theirs.named_parameters())
+        found.append([y, x.grad, *(named[name].grad for name in weights)])
+    for ours, expected in zip(*found, strict=True):
+        assert (ours - expected).abs().max() <= 2.0**-16 * expected.abs().max()
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"experts_per_token": 9}, "experts_per_token is 9 and expert_mlp 32, expected 1 to 8, the experts, and at"),
+        ({"mlp": 96}, "mlp is 96 and experts 8, expected one of them, and 0 of the other"),
+    ],
+)
+def test_sizes_that_no_mixture_has_are_one_sentence(change, said):
+    with pytest.raises(ValueError, match=f"^Config: {said}"):
+        dataclasses.replace(EXPERTS, **change)
 
 
 PROMPTS = [part.tolist() for part in IDS.split(LENGTHS)]

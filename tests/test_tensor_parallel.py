@@ -12,7 +12,7 @@ import torch
 from conftest import slow_but
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks_tensor import SEQUENCE, VARIANTS
+from ranks_tensor import MIXTURES, SEQUENCE, VARIANTS
 
 from bi_kernels.audit import start
 from bi_kernels.audit.index import goals
@@ -32,10 +32,10 @@ TRANSFORMERS = SCRIPT.with_name("ranks_transformers.py")
 RUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
 
-def of_all(script: Path, folder: Path) -> dict[str, dict]:
+def of_all(script: Path, folder: Path, *more: str) -> dict[str, dict]:
     """Returns everything that a script found in one process, "one", and in each rank of two, "0" and "1"."""
     for run in ([sys.executable], [*RUN, "2"]):
-        command = [*run, str(script), str(folder)]
+        command = [*run, str(script), str(folder), *more]
         done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
         assert done.returncode == 0, done.stderr[-3000:]
     return {file.stem: json.loads(file.read_text()) for file in folder.glob("*.json")}
@@ -44,6 +44,11 @@ def of_all(script: Path, folder: Path) -> dict[str, dict]:
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[str, dict]:
     return of_all(SCRIPT, tmp_path_factory.mktemp("tensor"))
+
+
+@pytest.fixture(scope="module")
+def mixtures(tmp_path_factory) -> dict[str, dict]:
+    return of_all(SCRIPT, tmp_path_factory.mktemp("mixtures"), "mixtures")
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +73,15 @@ def test_two_ranks_have_the_bits_of_one(variant, rank, found):
     one, two = found["one"][variant], found[rank][variant]
     assert [name for name in one if one[name] != two[name]] == []
     assert one.keys() == two.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("variant", [*MIXTURES, "mixture, generation"])
+def test_a_mixture_over_two_ranks_has_the_bits_of_one(variant, rank, mixtures):
+    one, two = mixtures["one"][variant], mixtures[rank][variant]
+    assert one.keys() == two.keys()
+    assert [name for name in one if one[name] != two[name]] == []
 
 
 @pytest.mark.slow
@@ -98,11 +112,44 @@ def test_what_cannot_be_cut_or_computed_is_one_sentence(found):
     said = found["1"]["refused"]
     assert said["odd"] == "TensorParallel: a weight of shape (95, 64) has 95 rows, expected a multiple of 2 ranks"
     assert said["heads"] == "TensorParallel: 3 heads, expected a multiple of 2 ranks"
+    assert said["experts"] == "TensorParallel: 3 experts, expected a multiple of 2 ranks"
     assert said["one head"] == "TensorParallel: 1 heads, expected a multiple of 2 ranks"
     assert said["seed"] == "TensorParallel: rank 1 has seed 1, expected 0 as rank 0"
     assert said["group"].startswith("TensorParallel: group is None, expected a process group that this rank is in")
     assert said["unshared"].startswith("lm_head_logprob: weight of shape (9000, 64) is not shared over ranks")
     assert said["hidden"].startswith("lm_head_logprob: hidden has shape (4, 32) and weight (")
+
+
+@pytest.mark.slow
+def test_a_mixture_has_one_hash_by_experts_by_tensor_and_by_data(tmp_path):
+    """After two steps of AdamW; decode has training's logprobs, and ranks that add partial sums are found out."""
+    told = {"shapes": "tiny", "dtype": "bf16", "seed": 0, "device": "cpu"}
+
+    def run(*jobs: tuple) -> list[Evidence]:
+        named = [{"strategy": f"{HERE}:{name}", "config": config} for name, config in jobs]
+        found, why = launch(tmp_path / jobs[0][0], told | {"jobs": named}, jobs[0][1].ranks, 240)
+        assert not why
+        return [Evidence(config, ranks) for (_, config), ranks in zip(jobs, found, strict=True)]
+
+    tp2, dp2 = ParallelConfig(2, mixture=True), ParallelConfig(dp=2, mixture=True)
+    ep2 = tp2._replace(ep=True)
+    (one,) = run(("OURS", ep2.alone))
+    *shared, combined, dispatched = run(
+        ("EXPERTS", ep2),
+        ("OURS", tp2),
+        ("OURS", tp2._replace(tokens=True)),
+        ("OURS", dp2),
+        ("COMBINED", ep2),
+        ("DISPATCHED", ep2),
+    )
+    for two in shared:
+        drifts = [two.against(one, kind)[0] for kind in ("logprob", "gradient", "weight")]
+        assert all(d.elements and not d.mismatches for d in drifts) and two.digest() == one.digest(), two.config.name
+    for evidence in (one, *shared[:3]):
+        decoded, missing = evidence.against(one, "decode")
+        assert decoded.elements and not decoded.mismatches and not missing
+    assert combined.against(one, "logprob")[0].mismatches and not combined.against(one, "logprob")[1]
+    assert dispatched.against(one, "gradient")[0].mismatches and not dispatched.against(one, "gradient")[1]
 
 
 TP2 = ParallelConfig(2, 1)

@@ -86,6 +86,27 @@ class ModelParameters(Parameters):
 
 
 @dataclass(frozen=True)
+class ChainParameters(ModelParameters):
+    """Parameters of the audit of the decoder."""
+
+    model: str = ""  # of bi_kernels.model's, in every layout; else the shape set's, and a mixture in a few layouts
+
+    def __post_init__(self):
+        from bi_kernels.contract import CONTRACT  # noqa: PLC0415 (imports torch)
+
+        super().__post_init__()
+        if self.model and self.model not in CONTRACT["models"]:
+            raise ValueError(f"model is {self.model!r}, expected one of {', '.join(CONTRACT['models'])}")
+
+    def check(self, device) -> None:
+        """Raises ValueError for a model that is too large for a device."""
+        if device.type == "cpu" and self.model and not self.model.startswith("tiny"):
+            raise ValueError(
+                f"model is {self.model!r}, which needs a CUDA device; the interpreter runs tiny and tiny-experts"
+            )
+
+
+@dataclass(frozen=True)
 class WorldParameters(ModelParameters):
     """Parameters of the audit of parallelism, in processes of their own."""
 
@@ -198,7 +219,7 @@ OTHERS = {  # every other audit is of the registry's ops, at shapes that somebod
     "random": RandomParameters,
     "any": AnyParameters,
     "zoo": ZooParameters,
-    "chain": ModelParameters,
+    "chain": ChainParameters,
     "training": ModelParameters,
     "transformers": ModelParameters,
     "world": WorldParameters,

@@ -21,7 +21,10 @@ from bi_kernels.model.cache import Cache, Rows
 
 @dataclass(frozen=True)
 class Config:
-    """A decoder's sizes. heads, kv_heads: of queries and of keys; mlp: features between gate and down."""
+    """A decoder's sizes. heads, kv_heads: of queries and of keys; mlp: features between gate and down.
+
+    experts: of a mixture, of which a router gives each token experts_per_token, with expert_mlp features each, and no
+    mlp. norm_topk: a token's weights are divided by their sum, as in Qwen3-MoE. Raises ValueError for other sizes."""
 
     vocab: int
     hidden: int
@@ -29,13 +32,28 @@ class Config:
     heads: int
     kv_heads: int
     head_dim: int
-    mlp: int
+    mlp: int = 0
     theta: float = 1e6  # of RoPE
     eps: float = EPS  # of every norm
     qk_norm: bool = True
     qkv_bias: bool = False
     tied: bool = False  # the LM head's weight is the embedding's
     window: int | None = None  # keys that a query sees, itself included
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_mlp: int = 0
+    norm_topk: bool = True
+
+    def __post_init__(self):
+        if self.experts and not (1 <= self.experts_per_token <= self.experts and self.expert_mlp):
+            raise ValueError(
+                f"Config: experts_per_token is {self.experts_per_token} and expert_mlp {self.expert_mlp}, expected 1 "
+                f"to {self.experts}, the experts, and at least 1"
+            )
+        if bool(self.experts) == bool(self.mlp):
+            raise ValueError(
+                f"Config: mlp is {self.mlp} and experts {self.experts}, expected one of them, and 0 of the other"
+            )
 
 
 def _config(shapes: str = "", **sizes) -> Config:
@@ -54,7 +72,7 @@ def _normed(ops, x: Tensor | None, residual: Tensor, weight: Tensor, eps: float)
 
 
 class Layer(nn.Module):
-    """Attention and SwiGLU, each behind an RMSNorm and beside a residual."""
+    """Attention, and SwiGLU or a mixture of experts, each behind an RMSNorm and beside a residual."""
 
     def __init__(self, config: Config, make: Callable[..., nn.Parameter], ops):
         super().__init__()
@@ -67,8 +85,13 @@ class Layer(nn.Module):
         self.k_bias, self.v_bias = (make(kv_width, cut=D, keys=True) if c.qkv_bias else None for _ in range(2))
         self.q_norm, self.k_norm = (make(D), make(D)) if c.qk_norm else (None, None)
         self.o = make(c.hidden, width, cut=1)
-        self.gate, self.up = make(c.mlp, c.hidden, cut=1), make(c.mlp, c.hidden, cut=1)
-        self.down = make(c.hidden, c.mlp, cut=1)
+        if c.experts:
+            self.router = make(c.experts, c.hidden)
+            self.gate_up = make(c.experts, 2 * c.expert_mlp, c.hidden, cut=1)
+            self.down = make(c.experts, c.hidden, c.expert_mlp, cut=1)
+        else:
+            self.gate, self.up = make(c.mlp, c.hidden, cut=1), make(c.mlp, c.hidden, cut=1)
+            self.down = make(c.hidden, c.mlp, cut=1)
 
     def forward(
         self, x: Tensor | None, residual: Tensor, table: bi.RopeTable, rows: Rows, cache: Cache | None, number: int
@@ -95,13 +118,29 @@ class Layer(nn.Module):
         out, _ = keys.attention(q, k, v, window=c.window, **rows.attend)
         h, residual = _normed(ops, ops.linear(out.flatten(-2), self.o), residual, self.mlp_norm, c.eps)
         h = enter(h)
+        if c.experts:
+            return self.mixture(h, rows), residual
         return ops.linear(ops.swiglu(ops.linear(h, self.gate), ops.linear(h, self.up)), self.down), residual
+
+    def mixture(self, h: Tensor, rows: Rows) -> Tensor:
+        """Returns the weighted sum of the experts that the router gives each token of h."""
+        c, ops = self.config, self.ops
+        scores = ops.linear(h, self.router)
+        if c.norm_topk:  # the softmax of all, divided by its sum over the chosen, is the softmax of these
+            scores, ids = ops.top_k(scores, c.experts_per_token)
+            weights = ops.softmax(scores, torch.float32)
+        else:
+            weights, ids = ops.top_k(ops.softmax(scores, torch.float32), c.experts_per_token)
+        groups = ops.group_by_expert(ids, c.experts, rows.layout if torch.is_grad_enabled() else None)
+        up = ops.grouped_linear(ops.dispatch(h, groups), self.gate_up, groups)
+        y = ops.grouped_linear(ops.gated(up), self.down, groups)
+        return ops.combine(y, weights.to(y.dtype), groups)
 
 
 class Decoder(nn.Module):
     """A decoder with random weights of a seed. longest: positions that RoPE's table holds; checkpointing: layers are
     computed again in the backward; keep_bytes: of logits that are kept for it; neither changes a bit. ops: bi_kernels,
-    or whatever has ops of these names; a TensorParallel, which takes this rank's rows of every weight as well."""
+    or whatever has ops of these names; a TensorParallel or ExpertParallel, which takes this rank's rows of weights."""
 
     def __init__(
         self,

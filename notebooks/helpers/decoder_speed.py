@@ -22,7 +22,9 @@ STEPS, DECODES = ((4, 2048), (1, 8192)), ((1, 2048), (32, 4096), (64, 1024))
 
 
 def _decoder(session, ops, **more) -> Decoder:
-    config = replace(CONFIGS[session.parameters["shapes"]], layers=CONTRACT["chain"]["stock_layers"])
+    config = replace(
+        CONFIGS[session.parameters["model"] or session.parameters["shapes"]], layers=CONTRACT["chain"]["stock_layers"]
+    )
     return Decoder(config, session.device, longest=8192, ops=ops, **more)
 
 

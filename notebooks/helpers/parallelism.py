@@ -9,7 +9,7 @@ from bi_kernels.audit.findings import Row
 from bi_kernels.audit.index import goals
 from bi_kernels.audit.report import tables as show
 from bi_kernels.audit.report.markdown import Markdown
-from bi_kernels.audit.targets.distributed.step import ONE_RANK, PARALLEL_CONFIGS, case
+from bi_kernels.audit.targets.distributed.step import PARALLEL_CONFIGS, case
 from helpers.figures import plt  # in the style of all that is drawn
 
 COLUMNS = {"invariance": "logprobs", "parity": "decode", "gradient invariance": "gradients", Side.TRAINED: "weights"}
@@ -46,11 +46,12 @@ def _agree(found: dict, expected: dict, rank: int) -> bool:
 def first_divergences(session) -> list[dict]:
     """Returns a line for each configuration and control that cuts weights: the first op whose output differs from one
     rank's, and how many outputs before it agree."""
-    one = session.evidence[ONE_RANK].ops if ONE_RANK in session.evidence else []
+    alone = {c: e.ops for c, e in session.evidence.items() if c == c.alone}
     lines = [("ours", e) for c, e in session.evidence.items() if c.dp == 1 < c.tp and not c.tokens]
     lines += [(name, evidence) for name, evidence in session.broken.items() if evidence.ops]
     found = []
     for who, mine in lines:
+        one = alone.get(mine.config.alone, [])
         where = first_divergence(one[0], mine.ops) if one and mine.ops else ("nothing was left", 0)
         op, before = where or ("none", len(one[0]))
         line = {"who": who, "world": mine.config.name, "first op that differs": op, "outputs before it": before}

@@ -12,9 +12,46 @@ from bi_kernels.audit.stock import add_rms_norm, embedding, linear, qk_norm, rms
 
 __all__ = ["add_rms_norm", "embedding", "linear", "qk_norm", "rms_norm", "rope", "swiglu"]
 __all__ += ["attention", "lm_head_logprob", "token_logprob"]
+__all__ += ["combine", "dispatch", "gated", "group_by_expert", "grouped_linear", "softmax", "top_k"]
 _TAKES = inspect.signature(varlen_attn).parameters
 CAUSAL = {"is_causal": True} if "is_causal" in _TAKES else {"window_size": (-1, 0)}
 GROUPED = {"enable_gqa": True} if "enable_gqa" in _TAKES else {}
+
+
+def softmax(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return F.softmax(x, -1, dtype=dtype)
+
+
+def top_k(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    return scores.topk(k, -1)
+
+
+def gated(gate_up: Tensor) -> Tensor:
+    return swiglu(*gate_up.chunk(2, -1))
+
+
+def group_by_expert(ids: Tensor, experts: int, layout: object = None) -> tuple[Tensor, Tensor, int]:
+    """Returns the choices sorted by expert, the end of each expert's, and the choices of a token."""
+    sorted_ids, order = ids.flatten().sort(stable=True)
+    numbers = torch.arange(experts, device=ids.device)
+    return order, torch.searchsorted(sorted_ids, numbers, right=True, out_int32=True), ids.shape[-1]
+
+
+def dispatch(x: Tensor, groups: tuple) -> Tensor:
+    order, _, k = groups
+    return x.flatten(0, -2)[order // k]
+
+
+def grouped_linear(x: Tensor, weight: Tensor, groups: tuple) -> Tensor:
+    return torch._grouped_mm(x, weight.mT, offs=groups[1])
+
+
+def combine(y: Tensor, weights: Tensor, groups: tuple) -> Tensor:
+    """Returns the weighted sums by an index_add, as stock mixtures compute them."""
+    order, _, k = groups
+    out = y.new_zeros(weights.shape[:-1].numel(), y.shape[1])
+    out.index_add_(0, order // k, y * weights.flatten()[order, None])
+    return out.view(*weights.shape[:-1], -1)
 
 
 def token_logprob(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> tuple[Tensor, None]:

@@ -24,6 +24,7 @@ from bi_kernels.model import CONFIGS, Cache, Decoder, Generated, Rows, generate,
 from bi_kernels.tokens import TokenLayout
 
 QUICK = ("micro_batches:ragged",)  # the layouts of the quick form: padded and packed calls in one step
+MIXTURE = "left_padded", "micro_batches:ragged", "decode"  # those of the mixture beside the decoder
 RESCORED = 16384  # tokens that one call rescores
 CONTINUED = 4  # prompts that are continued once more, two at a time and in another order
 
@@ -98,16 +99,30 @@ class DecoderTarget(ModelTarget):
     """A decoder with random weights, and a step of it by the contract's [chain].
 
     layers: the key of [chain] that says how many, the decoder's own unless given; ops: the decoder's; forgets: its
-    calls do not say their token layout; own: each micro-batch divides by its own tokens.
+    calls do not say their token layout; own: each micro-batch divides by its own tokens; mixture: [chain]'s, where the
+    session's model is none.
     """
 
-    def __init__(self, session, dtype: str, layers="", ops=bi_kernels, checkpointing=True, forgets=False, own=False):
+    def __init__(
+        self,
+        session,
+        dtype: str,
+        layers="",
+        ops=bi_kernels,
+        checkpointing=True,
+        forgets=False,
+        own=False,
+        mixture=False,
+    ):
         shapes, seed, self.device = session.parameters["shapes"], session.parameters["seed"], session.device
-        config = CONFIGS[shapes]
+        self.case = CONTRACT["chain"]["tiny" if shapes == "tiny" else "real"]
+        config = CONFIGS[session.parameters.get("model") or shapes]
+        if mixture and not config.experts:
+            config = CONFIGS[self.case["mixture"]]
         config = replace(config, layers=min(config.layers, CONTRACT["chain"][layers])) if layers else config
         self.command, self.seed, self.forgets, self.own = session.command, seed, forgets, own
-        self.whose = "chain", "decoder", f"{config.layers} layers", "bi_kernels", dtype, session.device_label
-        self.case = CONTRACT["chain"]["tiny" if shapes == "tiny" else "real"]
+        case = f"{config.layers} layers" + f" of {config.experts} experts" * bool(config.experts)
+        self.whose = "chain", "decoder", case, "bi_kernels", dtype, session.device_label
         self.lengths = self.case["lengths"]
         self.model = Decoder(config, self.device, DTYPES[dtype], seed, checkpointing=checkpointing, ops=ops)
         self.grads = MainGrads(self.model.parameters(), self.model.tied)
@@ -145,10 +160,15 @@ class DecoderTarget(ModelTarget):
 
 
 def rows(session, dtype: str) -> Iterator[Row]:
-    """Yields the rows of the decoder in every layout; the session keeps the drifts."""
+    """Yields the rows of the decoder in every layout, whose drifts the session keeps, and of a mixture in a few; or of
+    the model that the session names, in every layout."""
     target = DecoderTarget(session, dtype)
     session.drifts[dtype] = target.drifts
     yield from layout_rows(target, QUICK * session.quick)
+    del target  # its memory is the mixture's
+    if not session.parameters.get("model"):
+        target = DecoderTarget(session, dtype, "stock_layers", mixture=True)
+        yield from layout_rows(target, QUICK * session.quick or MIXTURE)
 
 
 @torch.no_grad()
@@ -164,10 +184,12 @@ def rescore(model: Decoder, generated: Sequence[Generated]) -> Tensor:
     return torch.cat(found)
 
 
-def generation_rows(session, dtype: str, ops=bi_kernels, layers: str = "") -> tuple[list[Row], dict]:
+def generation_rows(
+    session, dtype: str, ops=bi_kernels, layers: str = "", mixture: bool = False
+) -> tuple[list[Row], dict]:
     """Returns the row of generating and rescoring, and that of continuing a few prompts once more in another batch; and
     the figures of a table."""
-    target = DecoderTarget(session, dtype, layers, ops).without_main_grad()
+    target = DecoderTarget(session, dtype, layers, ops, mixture=mixture).without_main_grad()
     model, c, g = target.model, target.case, generator("cpu", target.seed, "prompts")
     lengths = torch.randint(1, c["prompt"] + 1, (c["prompts"],), generator=g).tolist()
     prompts = [torch.randint(0, model.config.vocab, (n,), generator=g).tolist() for n in lengths]

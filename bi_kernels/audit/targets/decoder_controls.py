@@ -19,9 +19,9 @@ def with_ops(**changed) -> SimpleNamespace:
     return SimpleNamespace(**{name: getattr(bi_kernels, name) for name in bi_kernels.__all__} | changed)
 
 
-def _recomputed_differently(gate, up):
+def _recomputed_differently(gate, *given):
     """Gives activation checkpointing, which calls it inside the backward, another result than the forward had."""
-    y = bi_kernels.swiglu(gate, up)
+    y = gate(*given)
     return y if torch._C._current_graph_task_id() == -1 else bi_kernels.scale(y, 1.5)
 
 
@@ -37,6 +37,11 @@ def _block_by_batch(q, k, v, **told):
     return (changed(block=32, hopper=False) if count < 3 else bi_kernels.attention)(q, k, v, **told)
 
 
+def _of_one_sequence(ids, experts, layout=None):
+    whole = layout and bi_kernels.TokenLayout.packed([0, layout.rows])
+    return bi_kernels.group_by_expert(ids, experts, whole)
+
+
 def _in(layout: str, **change) -> Callable:
     """Returns what yields the rows of a layout of a changed decoder of few layers."""
     return lambda session: layout_rows(DecoderTarget(session, "bf16", "control_layers", **change), [layout])
@@ -49,7 +54,9 @@ def _generating(ops) -> Callable:
 SEPARATE = with_ops(linear=lambda x, weight, bias=None: dw_separate(x, weight))
 PADDING_SEEN = with_ops(attention=padding_keys_seen)
 _HALVES, _OF_2 = (with_ops(linear=partial(_halves_for_few_rows, **few)) for few in ({}, {"few": 2}))
-_BLOCKS, _RECOMPUTED = with_ops(attention=_block_by_batch), with_ops(swiglu=_recomputed_differently)
+_GATES = {name: partial(_recomputed_differently, getattr(bi_kernels, name)) for name in ("swiglu", "gated")}
+_BLOCKS, _RECOMPUTED = with_ops(attention=_block_by_batch), with_ops(**_GATES)
+_RUNNING = with_ops(group_by_expert=_of_one_sequence)
 _FORWARD, _BACKWARD, _PARITY = Relation.INVARIANCE, Relation.GRADIENT, Relation.PARITY
 CONTROLS = (
     Control("linear that adds two halves of K for 64 rows or fewer", _FORWARD, _in("singles", ops=_HALVES)),
@@ -61,6 +68,7 @@ CONTROLS = (
     Control("gradients that were not told the layout", _BACKWARD, _in("left_padded", forgets=True)),
     Control("each micro-batch divided by its own tokens", _BACKWARD, _in("micro_batches:2", own=True)),
     Control("a layer recomputed otherwise than it was computed", _BACKWARD, _in("checkpointing off", ops=_RECOMPUTED)),
+    Control("experts' slabs across sequences", _BACKWARD, _in("micro_batches:ragged", ops=_RUNNING, mixture=True)),
     Control("decode that sees a cache's padding, rescored", _PARITY, _generating(PADDING_SEEN)),
     Control("linear that adds two halves of K for 2 rows or fewer, generated again", _FORWARD, _generating(_OF_2)),
 )

@@ -24,7 +24,10 @@ def start(audit: str, given: dict) -> "ModelSession":
     p = read(audit, given)
     if audit == LIBRARY:
         check_library()
-    found = ModelSession(audit, asdict(p), choose(p.device, p.shapes), Candidate("bi_kernels", {}))
+    device = choose(p.device, p.shapes)
+    if audit == "chain":
+        p.check(device)
+    found = ModelSession(audit, asdict(p), device, Candidate("bi_kernels", {}))
     with warnings.catch_warnings(action="ignore"):  # of a library that asks a notebook for widgets
         found.adapter("")
     return found

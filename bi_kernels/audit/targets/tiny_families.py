@@ -177,7 +177,7 @@ def from_config(cls: type[hf.PreTrainedModel], config: hf.PreTrainedConfig, dtyp
 def draw(model: nn.Module) -> None:
     """Draws every parameter anew: a matrix from N(0, 0.1²), what is constant around its value."""
     done = set()
-    for name, p in [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if "bias" in n)]:
+    for _name, p in [*model.named_parameters(), *((n, b) for n, b in model.named_buffers() if "bias" in n)]:
         if id(p) in done or not p.is_floating_point():
             continue
         done.add(id(p))

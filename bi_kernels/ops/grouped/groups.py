@@ -15,9 +15,9 @@ from torch import Tensor
 from bi_kernels.checks import check, integers, once, widened
 from bi_kernels.compat import INTERPRETED
 from bi_kernels.launch import Launch, cached, jit
-from bi_kernels.op import writes
+from bi_kernels.op import custom_op, writes
 from bi_kernels.scalars import check_flag, check_integer, truncated_repr
-from bi_kernels.tokens import SLAB, TokenLayout
+from bi_kernels.tokens import SLAB, TokenLayout, layout_of
 
 OP = "group_by_expert"
 BLOCK, WARPS = 4096 if INTERPRETED else 256, 4  # rows that one program places
@@ -148,6 +148,26 @@ def _check(expert_ids: Tensor, experts: int) -> None:
         raise ValueError(f"{OP}: experts is {truncated_repr(experts)}, expected at least 1")
 
 
+def _laid_out(expert_ids, layout, experts: int, padded: bool) -> list[Tensor]:
+    """What torch.compile sees of a grouping under a layout, whose stand-in it is given: as many rows as choices."""
+    found = group_by_expert(expert_ids, experts, layout_of(layout), padded=padded)
+    if not padded:
+        free = found.rows.numel() - len(found.source)  # padding's
+        found = found._replace(source=torch.nn.functional.pad(found.source, (0, free), value=-1))
+    return [*(t for t in found[:-1] if t is not None), found.slot_offsets.clone()]  # each a tensor of its own
+
+
+def _fake_laid_out(expert_ids, layout, experts, padded):
+    room = torch.library.get_ctx().new_dynamic_size()
+    empty = lambda *shape: expert_ids.new_empty(shape, dtype=torch.int32)
+    ids = expert_ids.reshape(-1, expert_ids.shape[-1])
+    places = [empty(experts)] if padded else [empty(room), empty(experts)]
+    return [empty(*ids.shape), empty(room if padded else ids.numel()), empty(experts), *places]
+
+
+_opaque = custom_op("group_by_expert", _laid_out, _fake_laid_out)
+
+
 def group_by_expert(
     expert_ids: Tensor, experts: int, layout: TokenLayout | None = None, *, padded: bool = False
 ) -> Groups:
@@ -159,13 +179,16 @@ def group_by_expert(
     """
     _check(expert_ids, experts)
     choices, device, given = expert_ids.shape[-1], expert_ids.device, expert_ids.shape[:-1].numel()
-    if layout is not None and layout.rows != given:
+    if layout is not None and not torch.compiler.is_compiling() and layout.rows != given:
         raise ValueError(
             f"{OP}: expert_ids has {given} tokens, shape {tuple(expert_ids.shape)}, but the token layout has "
             f"{layout.rows} rows"
         )
     if check_flag(OP, "padded", padded) and layout is None:
         raise ValueError(f"{OP}: padded is True and layout is None, expected the layout whose slabs are filled up")
+    if layout is not None and torch.compiler.is_compiling():
+        *found, slot_offsets = _opaque(expert_ids, layout.stand_in, experts, padded)
+        return Groups(*found, *[None] * padded, slot_offsets)
     ids = expert_ids.reshape(given, choices)
     if layout is None and 0 < ids.numel() <= FEW:
         rows, source, offsets = (ids.new_empty(n, dtype=torch.int32) for n in (ids.shape, ids.numel(), experts))

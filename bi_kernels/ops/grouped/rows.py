@@ -167,8 +167,9 @@ def _fake_dispatch(x, rows, source, divisor):
 _dispatch_op = Op("dispatch", _dispatch, _dispatch_backward, _fake_dispatch, _save_dispatch)
 
 
-def _combined(y, weights, rows, source) -> Tensor:
-    """source is for the backward."""
+def combined(y, weights, rows, source) -> Tensor:
+    """Returns Σ_j weights[t, j] · y[rows[t, j]] in ascending row, weights 1 where they are None; source is for the
+    backward."""
     if weights is None and rows.shape[1] == 1:
         return gather_rows(y, rows.view(-1))  # a copy, −0 too
     return _summed(y, weights, rows)
@@ -179,12 +180,12 @@ def _fake_combined(y, weights, rows, source):
 
 
 @writes("dy", "dweights")
-def _combine_gradients(dout, y, weights, source, dy, dweights, choices: int) -> None:
+def combine_gradients(dout, y, weights, source, dy, dweights, choices: int) -> None:
     if len(source) and dout.shape[1]:
         _combine_backward_kernel[(triton.cdiv(len(source), DOT_ROWS),)](
             aligned(dout),
             aligned(y),
-            weights,
+            weights.contiguous(),
             source,
             dy,
             dweights,
@@ -204,7 +205,7 @@ def _combine_backward(ctx, dout):
         return _dispatch_op.raw(dout.contiguous(), rows, source, rows.shape[1]), None, None, None
     dy = torch.empty_like(y, memory_format=torch.contiguous_format) if ctx.needs_input_grad[0] else None
     dweights = weights.new_zeros(weights.shape) if ctx.needs_input_grad[1] else None
-    _combine_gradients(dout, y, weights.contiguous(), source, dy, dweights, rows.shape[1])
+    combine_gradients(dout, y, weights, source, dy, dweights, rows.shape[1])
     return dy, dweights, None, None
 
 
@@ -214,7 +215,7 @@ def _save_combined(ctx, inputs, output):
     ctx.save_for_backward(*((y, weights) if ctx.weighted else ()), rows, source)
 
 
-_combine = Op("combine", _combined, _combine_backward, _fake_combined, _save_combined)
+_combine = Op("combine", combined, _combine_backward, _fake_combined, _save_combined)
 
 
 def _check_groups(op: str, groups: Groups) -> Groups:
@@ -223,31 +224,21 @@ def _check_groups(op: str, groups: Groups) -> Groups:
     return groups
 
 
-def dispatch(x: Tensor, groups: Groups) -> Tensor:
-    """Returns the rows of the experts' inputs, (rows, features), in x's dtype; zeros where a row is free.
-
-    x: a row for each token, (tokens, features), or for each of its choices, (tokens, k, features). The gradient of a
-    token's row is the sum of those of its experts in ascending expert id, in fp32, rounded once.
-    """
+def check_dispatch(x: Tensor, groups: Groups) -> bool:
+    """Tells whether x has a row for each choice of a token, and not one for all. Raises ValueError for other shapes."""
     _check_groups("dispatch", groups)
     check("dispatch", x=x)
     tokens, choices = groups.rows.shape
-    leads = ((tokens,), (tokens, choices))
-    if x.dim() not in (2, 3) or x.shape[:-1] not in leads:
+    each = x.shape[:-1] == (tokens, choices)
+    if x.dim() < 2 or not each and x.shape[:-1].numel() != tokens:
         raise ValueError(
             f"dispatch: x has shape {tuple(x.shape)}, expected ({tokens}, features) or ({tokens}, {choices}, features)"
         )
-    each = x.dim() == 3
-    return _dispatch_op(x.reshape(-1, x.shape[-1]), groups.rows, groups.source, 1 if each else choices)
+    return each
 
 
-def combine(y: Tensor, weights: Tensor | None, groups: Groups) -> Tensor:
-    """Σ_j weights[t, j] · y[row of choice j] of each token, in ascending expert id: (tokens, features) in y's dtype.
-
-    y: (rows, features), bf16, fp16 or fp32, as the experts return them. weights: (tokens, k), bf16, fp16 or fp32, or
-    None for ones. Products and sums are fp32, each rounded, and the result once to y's dtype. A choice that is routed
-    nowhere adds nothing. Free rows get the gradient 0.
-    """
+def check_combine(y: Tensor, weights: Tensor | None, groups: Groups) -> None:
+    """Raises TypeError and ValueError for what does not match groups."""
     _check_groups("combine", groups)
     check("combine", y=y)
     rows = len(groups.source)
@@ -258,9 +249,34 @@ def combine(y: Tensor, weights: Tensor | None, groups: Groups) -> Tensor:
     if weights is not None:
         check_plain("combine", "weights", weights)
         check_dtype("combine", "weights", weights)
-        if weights.shape != groups.rows.shape or weights.device != y.device:
+        tokens, choices = groups.rows.shape
+        alike = weights.shape[-1:] == (choices,) and weights.shape[:-1].numel() == tokens
+        if not alike or weights.device != y.device:
             raise ValueError(
                 f"combine: weights has shape {tuple(weights.shape)} on {weights.device}, expected "
                 f"{tuple(groups.rows.shape)} on {y.device}"
             )
-    return _combine(y, weights, groups.rows, groups.source)
+
+
+def dispatch(x: Tensor, groups: Groups) -> Tensor:
+    """Returns the rows of the experts' inputs, (rows, features), in x's dtype; zeros where a row is free.
+
+    x: a row for each token, (..., features), or for each of its choices, (tokens, k, features). The gradient of a
+    token's row is the sum of those of its experts in ascending expert id, in fp32, rounded once.
+    """
+    each = check_dispatch(x, groups)
+    return _dispatch_op(x.reshape(-1, x.shape[-1]), groups.rows, groups.source, 1 if each else groups.rows.shape[1])
+
+
+def combine(y: Tensor, weights: Tensor | None, groups: Groups) -> Tensor:
+    """Σ_j weights[t, j] · y[row of choice j] of each token, in ascending expert id: (..., features) in y's dtype.
+
+    y: (rows, features), bf16, fp16 or fp32, as the experts return them. weights: (..., k) of all tokens, bf16, fp16 or
+    fp32, or None for ones, which gives (tokens, features). Products and sums are fp32, each rounded, and the result
+    once to y's dtype. A choice that is routed nowhere adds nothing. Free rows get the gradient 0.
+    """
+    check_combine(y, weights, groups)
+    if weights is None:
+        return _combine(y, None, groups.rows, groups.source)
+    out = _combine(y, weights.reshape(groups.rows.shape), groups.rows, groups.source)
+    return out.view(*weights.shape[:-1], y.shape[1])

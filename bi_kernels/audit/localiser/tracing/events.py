@@ -62,7 +62,8 @@ class Event:
 
 @dataclass(slots=True)
 class Store:
-    """A storage in a run. found: digests of views of it, until it is written; version: of the tensors at that time."""
+    """A storage in a run. found: digests of views of it, until it is written; version: of the tensors at that time;
+    grouped: how many rows, sorted by expert, it holds, none of which is a token's."""
 
     alive: StorageWeakRef
     parameter: str = ""
@@ -70,6 +71,7 @@ class Store:
     fresh: bool = False  # allocated, and not written yet
     version: int = -1
     found: dict = field(default_factory=dict)
+    grouped: int = 0
 
 
 class Edit(NamedTuple):

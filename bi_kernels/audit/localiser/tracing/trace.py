@@ -65,6 +65,8 @@ class Trace:
         slot = Slot(store.parameter, None, None, tuple(store.writers), floating, store.fresh)
         if store.parameter:
             slot.size = t.numel()
+        elif store.grouped and len(t) == store.grouped:
+            pass
         elif written or look and floating and not store.fresh:
             version = -1 if t.is_inference() else t._version
             if store.version != version:
@@ -76,10 +78,12 @@ class Trace:
             slot.digests = store.found[key]
         return slot
 
-    def wrote(self, t: torch.Tensor, at: Wrote, whole: bool) -> None:
-        """Notes which event wrote a tensor."""
+    def wrote(self, t: torch.Tensor, at: Wrote, whole: bool, grouped: int = 0) -> None:
+        """Notes which event wrote a tensor; grouped: how many rows, sorted by expert, the event writes."""
         store = self.store(t)
         store.fresh = False
+        if t.dim() > 1 and len(t) == grouped:
+            store.grouped = grouped
         store.found.clear()
         if whole and t.numel() * t.element_size() == t.untyped_storage().nbytes():
             store.writers = [at]
@@ -139,6 +143,7 @@ class Trace:
         self.edit(self.next(), "in", given)
         numbers = any(t.is_floating_point() or t.is_complex() for t in given)
         event, at = self.event(kind.op, [self.slot(t, numbers) for t in given])
+        grouped = self._grouped(given)
         out = self._run(at, func, args, kwargs, lambda: func(*args, **kwargs))
         named = dict(zip((a.name for a in func._schema.arguments), args)) | kwargs
         changed = tensors_in([named.get(k) for k in kind.written])
@@ -146,7 +151,7 @@ class Trace:
         tensors, numbers = changed + made, numbers or not given
         self.edit(at, "out", tensors)
         for k, t in enumerate(tensors):
-            self.wrote(t, (*at, k), k >= len(changed) or t.is_contiguous())
+            self.wrote(t, (*at, k), k >= len(changed) or t.is_contiguous(), grouped)
             slot = self.slot(t, False, written=numbers or t.is_floating_point())
             event.outputs.append(slot)
             if event.phase == "forward" and slot.digests and slot.digests[0].form != "n":
@@ -166,6 +171,17 @@ class Trace:
         self.edit(at, "in", [t.detach() for t in tensors] if at in self.edits else tensors)
         self.events[-1].append(Event(phase, "", OUTPUT, "", "", [self.slot(t, True) for t in tensors]))
 
+    def _grouped(self, given: list[torch.Tensor], kernel=None) -> int:
+        """Returns how many rows, sorted by expert, an op or a kernel writes: as many as it reads, but for the kernels
+        that move rows between tokens and experts."""
+        read = [self.store(t).grouped for t in given if t.dim() > 1 and t.is_floating_point()]
+        if kernel is None or kernel.__module__ != "bi_kernels.ops.grouped.rows":
+            return max(read, default=0)
+        if kernel.__name__ == "_gather_kernel":
+            to_tokens = read[0] and len(given) == 3  # without the end of a fold's places
+            return 0 if to_tokens else len(given[-1])
+        return 0 if kernel.__name__ == "_combine_kernel" else len(given[1])
+
     def launch(self, kernel, run: Callable, args: tuple, kwargs: dict):
         """Runs a Triton kernel; digests each of its floating tensors before and after: what is the same was only read.
         Integers are compared at once."""
@@ -175,13 +191,14 @@ class Trace:
         integers = {
             k: given[k].clone() for k, s in enumerate(event.inputs) if not (s.floating or s.fresh or s.parameter)
         }
+        grouped = self._grouped(given, kernel.fn)
         result = self._run(at, kernel, args, kwargs, run)
         self.edit(at, "out", given)
         for k, (t, before) in enumerate(zip(given, event.inputs)):
             if before.parameter or k in integers and integers[k].equal(t):
                 event.outputs.append(replace(before))
                 continue
-            self.wrote(t, (*at, k), False)
+            self.wrote(t, (*at, k), False, grouped if t.is_floating_point() else 0)
             event.outputs.append(self.slot(t, True, written=t.is_floating_point()))
             if event.phase == "forward" and before.fresh:
                 self.activations += t.numel() * t.element_size()

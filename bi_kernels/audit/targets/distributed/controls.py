@@ -10,8 +10,9 @@ from bi_kernels.audit.targets.model import Relation
 from bi_kernels.grads import MainGrads
 from bi_kernels.ops.logprob import checked_targets
 from bi_kernels.parallel.exchange import all_gather_columns, all_gather_rows, exchange, reshard
+from bi_kernels.parallel.experts import SharedGroups
 from bi_kernels.parallel.sequence import LocalShard
-from bi_kernels.parallel.tensor import TensorParallel
+from bi_kernels.parallel.tensor import ExpertParallel, TensorParallel
 from bi_kernels.parallel.vocabulary import Head
 
 HERE = __name__
@@ -88,6 +89,22 @@ class Arriving(TensorParallel):
         return tuple(t.view(lead) for t in stats.merge().results(ignore_index))
 
 
+class ReducedExperts(ExpertParallel):
+    """Each rank adds the rows of its own experts, and an all-reduce adds the sums, as expert parallelism often does."""
+
+    def combine(self, y: Tensor, weights: Tensor, groups: SharedGroups) -> Tensor:
+        out = bi.combine(y, weights, groups.mine)
+        dist.all_reduce(out, group=self.group)
+        return out
+
+
+class ReducedTokens(ExpertParallel):
+    """All-reduces the gradients of tokens, each rank's over its own experts."""
+
+    def dispatch(self, x: Tensor, groups: SharedGroups) -> Tensor:
+        return bi.dispatch(Summed.apply(x, self.group), groups.mine)
+
+
 class Mean(MainGrads):
     """Each rank folds its own groups, and an all-reduce takes their mean, as DDP does."""
 
@@ -128,11 +145,15 @@ class Following(MainGrads):
 
 
 OURS, QUICK = ParallelStrategy(), ParallelStrategy(steps=1)
+EXPERTS, COMBINED, DISPATCHED = (
+    ParallelStrategy(lambda group, tokens, kind=kind: kind(group), forward=forward, steps=steps)
+    for kind, forward, steps in ((ExpertParallel, False, None), (ReducedExperts, True, None), (ReducedTokens, False, 1))
+)
 REDUCED, EXCHANGED, ARRIVING = (ParallelStrategy(ops, forward=True) for ops in (Reduced, Exchanged, Arriving))
 MEAN, FOLLOWING = (ParallelStrategy(grads=grads, steps=1) for grads in (Mean, Following))
 BACKWARD, APART = (ParallelStrategy(ops, steps=1) for ops in (ReducedBackward, FoldedApart))
 
-TP2, DP2 = ParallelConfig(2, 1), ParallelConfig(1, 2)
+TP2, DP2, EP2 = ParallelConfig(2, 1), ParallelConfig(1, 2), ParallelConfig(2, mixture=True, ep=True)
 CONTROLS = {  # by name: the strategy, its configuration, and the relation that must flag it
     "tensor parallelism by all-reduce": (f"{HERE}:REDUCED", TP2, Relation.INVARIANCE),
     "a gather with two ranks exchanged": (f"{HERE}:EXCHANGED", TP2, Relation.INVARIANCE),
@@ -141,4 +162,6 @@ CONTROLS = {  # by name: the strategy, its configuration, and the relation that 
     "norms folded by each rank": (f"{HERE}:APART", ParallelConfig(2, 1, tokens=True), Relation.GRADIENT),
     "DDP's mean over ranks": (f"{HERE}:MEAN", DP2, Relation.GRADIENT),
     "a tree of the world's size": (f"{HERE}:FOLLOWING", DP2, Relation.GRADIENT),
+    "experts' rows added by each rank": (f"{HERE}:COMBINED", EP2, Relation.INVARIANCE),
+    "tokens' gradients by all-reduce": (f"{HERE}:DISPATCHED", EP2, Relation.GRADIENT),
 }

@@ -106,4 +106,4 @@ def _run(job: dict, told: dict, device: torch.device) -> dict:
     strategy = getattr(importlib.import_module(module), name)
     if not isinstance(strategy, step.ParallelStrategy):
         return strategy(told, device, *groups)
-    return step.DistributedStep(told, device, strategy, *groups, config.tokens).run()
+    return step.DistributedStep(told, device, strategy, *groups, config).run()

@@ -17,7 +17,7 @@ from bi_kernels.audit.targets.base import Target
 from bi_kernels.audit.targets.candidates import Candidate
 from bi_kernels.audit.targets.distributed.controls import CONTROLS, HERE
 from bi_kernels.audit.targets.distributed.launch import launch
-from bi_kernels.audit.targets.distributed.step import ONE_RANK, PARALLEL_CONFIGS, ParallelConfig, case
+from bi_kernels.audit.targets.distributed.step import PARALLEL_CONFIGS, ParallelConfig, case, decoder
 from bi_kernels.audit.targets.model import Relation
 
 COMPARED = {  # by relation: the values' kind, and what a row calls them
@@ -65,7 +65,8 @@ class Evidence:
         for name, value in expected.items():
             copies = self.config.tp
             if kind in HASHED:
-                copies = self.config.ranks if "norm" in name else self.config.dp
+                of = name.split(" ")[1]
+                copies = self.config.ranks if self.config.whole(of) else self.config.dp
             mine = self.values.get(name, [])
             found[name] = next((v for v in mine if differ(v, value)), value)
             if len(mine) != copies:
@@ -92,11 +93,11 @@ class DistributedSession(Session):
 
     @property
     def configs(self) -> list[ParallelConfig]:
-        """Lists the configurations of `least` to `nproc` ranks, behind that of one rank; in the quick form two."""
+        """Lists the configurations of `least` to `nproc` ranks, and those of one rank; in the quick form two."""
         if self.quick:
             return [*PARALLEL_CONFIGS[:2]]
         least, most = self.parameters["least"], self.parameters["nproc"]
-        return [c for c in PARALLEL_CONFIGS if c == ONE_RANK or least <= c.ranks <= most]
+        return [c for c in PARALLEL_CONFIGS if c == c.alone or least <= c.ranks <= most]
 
     @property
     def strategies(self) -> dict[str, tuple]:
@@ -117,12 +118,12 @@ class DistributedSession(Session):
     def judge(self) -> list[Row]:
         """Runs every configuration, those of as many ranks in one go, and compares it with one rank; returns the rows,
         which it records as they come."""
-        found, ours = [], f"{HERE}:{'QUICK' if self.quick else 'OURS'}"
+        found, ours = [], "QUICK" if self.quick else "OURS"
         for ranks in self.sizes:
-            jobs = [(c.name, c, ours) for c in self.configs if c.ranks == ranks]
+            jobs = [(c.name, c, f"{HERE}:{'EXPERTS' if c.ep else ours}") for c in self.configs if c.ranks == ranks]
             every = jobs + [(name, c, broken) for name, (broken, c, _) in self.strategies.items() if c.ranks == ranks]
             if self.timed and ranks > 1:
-                every += [("timing", c, TIMING) for _, c, _ in jobs if 1 in c[:2] and not c.tokens]
+                every += [("timing", c, TIMING) for _, c, _ in jobs if 1 in c[:2] and not (c.tokens or c.mixture)]
             evidence, why = self._launch(every, ranks)
             for (name, config, strategy), of in zip(every, evidence):
                 if strategy == TIMING:
@@ -148,13 +149,13 @@ class DistributedSession(Session):
     def _rows(self, config: ParallelConfig, why: str) -> list[Row]:
         """Returns the rows of a configuration. Those of one rank say whether there is something to compare with: its
         logprobs are numbers, every parameter has a gradient, and decode has prefill's bits."""
-        if ONE_RANK not in self.evidence and config != ONE_RANK:
+        if config.alone not in self.evidence and config != config.alone:
             why = f"{why}; one rank left nothing to compare with"
-        if config not in self.evidence or ONE_RANK not in self.evidence:
+        if config not in self.evidence or config.alone not in self.evidence:
             return [self._row(Relation.INVARIANCE, config, None, "logprob", why)]
-        mine, one = self.evidence[config], self.evidence[ONE_RANK]
+        mine, one = self.evidence[config], self.evidence[config.alone]
         detail, rows = f"SHA-256 {mine.digest()}", []
-        if config == ONE_RANK:
+        if config == config.alone:
             numbers = torch.cat([*one.of("logprob").values()])
             wrong = Drift(int((~numbers.isfinite()).sum()), numbers.numel())
             rows.append(self._row(PRECONDITION, config, wrong, "logprobs that are no numbers"))
@@ -162,29 +163,31 @@ class DistributedSession(Session):
             rows.append(self._row(PRECONDITION, config, unmoved, "parameters without a gradient", detail))
         for relation, (kind, tensor) in COMPARED.items():
             decoded = relation == Relation.PARITY
-            if decoded and config.dp == 1 or not decoded and config != ONE_RANK:
+            if decoded and config.dp == 1 or not decoded and config != config.alone:
                 drift, _ = mine.against(one, kind)
                 rows.append(self._row(relation, config, drift, tensor, detail if kind == "gradient" else ""))
         return rows
 
     def _row(self, relation: str, config: ParallelConfig, drift: Drift | None, tensor: str, detail: str = "") -> Row:
         """Returns a row; it needs a fix where nothing was compared."""
-        who, shapes = Target(), case(self.parameters["shapes"])
-        layers, dtype = f"{shapes['layers']} layers", self.parameters["dtype"]
+        who, shapes, dtype = Target(), case(self.parameters["shapes"]), self.parameters["dtype"]
+        sizes = decoder(self.parameters["shapes"], config.mixture)
+        layers = f"{sizes.layers} layer{'s' * (sizes.layers > 1)}" + f" of {sizes.experts} experts" * config.mixture
         who.whose = self.audit, "decoder", layers, "bi_kernels", dtype, self.device_label
         who.command = self.command
         if drift is not None and not drift.elements:
             drift, detail = None, f"{tensor}: there was nothing to compare"
-        against = "one rank" if config != ONE_RANK else "its own prefill" if relation == Relation.PARITY else ""
+        against = "one rank" if config != config.alone else "its own prefill" if relation == Relation.PARITY else ""
         rows = drift.elements if drift and tensor.startswith("logprob") else sum(shapes["lengths"])
         return who.row(relation, config.name, drift, against, rows=rows, tensor=tensor, detail=detail)
 
     def controls(self) -> list[Row]:
         """Compares the strategies that others use with one rank, each by what has to differ; returns their rows."""
-        one, found = self.evidence.get(ONE_RANK, Evidence(ONE_RANK, [])), []
+        found = []
         for name, (_, config, relation) in self.strategies.items():
             if config.ranks <= self.parameters["nproc"]:
                 kind, tensor = COMPARED[relation]
+                one = self.evidence.get(config.alone, Evidence(config.alone, []))
                 drift, missing = self.broken.get(name, Evidence(config, [])).against(one, kind)
                 why = "the control left too little" if missing else ""  # it must differ, and not be absent
                 row = self._row(relation, config, None if missing else drift, tensor, why)

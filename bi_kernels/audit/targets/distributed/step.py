@@ -15,11 +15,12 @@ from bi_kernels.audit.targets.decoder import cached_logprobs, logprobs
 from bi_kernels.audit.targets.model import hashes
 from bi_kernels.contract import CONTRACT, DTYPES
 from bi_kernels.grads import MainGrads
-from bi_kernels.model import CONFIGS, Decoder, policy_loss
+from bi_kernels.model import CONFIGS, Config, Decoder, policy_loss
 from bi_kernels.ops.vocabulary import BLOCK
 from bi_kernels.parallel.tensor import TensorParallel
 
-OPS = "embedding", "rms_norm", "add_rms_norm", "linear", "qk_norm", "rope", "attention", "swiglu", "lm_head_logprob"
+OPS = "embedding", "rms_norm", "add_rms_norm", "linear", "qk_norm", "rope", "attention", "swiglu", "combine"
+OPS += ("lm_head_logprob",)
 LEAVES = (
     4  # parts of a weight's rows, or of an output's columns, that are hashed apart, so that a rank can hash its own
 )
@@ -27,11 +28,14 @@ LEAVES = (
 
 class ParallelConfig(NamedTuple):
     """How many ranks share each weight (tp), and how many share the groups of sequences (dp). tokens: norms and
-    residuals are shared by the tp ranks as well, by tokens."""
+    residuals are shared by the tp ranks as well, by tokens. mixture: of a decoder with experts; ep: the tp ranks share
+    experts alone."""
 
     tp: int = 1
     dp: int = 1
     tokens: bool = False
+    mixture: bool = False
+    ep: bool = False
 
     @property
     def ranks(self) -> int:
@@ -39,14 +43,26 @@ class ParallelConfig(NamedTuple):
 
     @property
     def name(self) -> str:
-        name = "×".join(f"{what}{n}" for what, n in zip(("tp", "dp"), self) if n > 1) or "1"
-        return name + " by tokens" * self.tokens
+        name = "×".join(f"{what}{n}" for what, n in zip(("ep" if self.ep else "tp", "dp"), self) if n > 1) or "1"
+        return name + " by tokens" * self.tokens + " mixture" * (self.mixture and not self.ep)
+
+    @property
+    def alone(self) -> "ParallelConfig":
+        """Returns the configuration of the same decoder on one rank."""
+        return ParallelConfig(mixture=self.mixture)
+
+    def whole(self, name: str) -> bool:
+        """Tells whether every rank has a parameter whole."""
+        return not name.endswith(("gate_up", "down")) if self.ep else "norm" in name or name.endswith("router")
 
 
 ONE_RANK = ParallelConfig()
 PARALLEL_CONFIGS = (
     ONE_RANK,
     *(ParallelConfig(*sizes) for sizes in ((2, 1), (2, 1, True), (1, 2), (4, 1), (1, 4), (2, 2))),
+    ParallelConfig(mixture=True),
+    ParallelConfig(2, mixture=True),
+    *(ParallelConfig(2, dp, mixture=True, ep=True) for dp in (1, 2)),
 )
 
 
@@ -63,6 +79,13 @@ class ParallelStrategy(NamedTuple):
 def case(shapes: str) -> dict:
     """Returns the contract's [chain.world] at a shape set."""
     return CONTRACT["chain"]["world"]["tiny" if shapes == "tiny" else "real"]
+
+
+def decoder(shapes: str, mixture: bool) -> Config:
+    """Returns the decoder's sizes, or those of the mixture."""
+    c = case(shapes)
+    model, layers = (c["mixture"], c["mixture_layers"]) if mixture else (c["model"], c["layers"])
+    return replace(CONFIGS[model], layers=layers)
 
 
 class _TracedOps:
@@ -98,7 +121,7 @@ class _TracedOps:
 class DistributedStep:
     """A decoder's training steps on this rank; this process alone where there is no group.
 
-    told: shapes, dtype and seed; tensor, data: the groups of a mesh; tokens: as a ParallelConfig has it.
+    told: shapes, dtype and seed; tensor, data: the groups of a mesh; of: the configuration.
     """
 
     def __init__(
@@ -108,11 +131,11 @@ class DistributedStep:
         strategy: ParallelStrategy,
         tensor: dist.ProcessGroup | None = None,
         data: dist.ProcessGroup | None = None,
-        tokens: bool = False,
+        of: ParallelConfig = ONE_RANK,
     ):
         self.case, self.strategy, self.tensor, self.data = case(told["shapes"]), strategy, tensor, data
-        config = replace(CONFIGS[self.case["model"]], layers=self.case["layers"])
-        ops = bi_kernels if tensor is None else strategy.ops(tensor, tokens)
+        config = decoder(told["shapes"], of.mixture)
+        ops = bi_kernels if tensor is None else strategy.ops(tensor, of.tokens)
         self.lengths = self.case["lengths"]
         self.samples, longest = spans(self.lengths), max(self.case["long"], *self.lengths)
         dtype, seed = DTYPES[told["dtype"]], told["seed"]
@@ -204,7 +227,7 @@ class DistributedStep:
         parts = {}
         for name, p in self.model.named_parameters():
             first, end, rows = getattr(p, "cut", (0, len(p), len(p)))
-            shared = hasattr(p, "cut") or p.dim() == 2 or name.endswith("_bias")
+            shared = hasattr(p, "cut") or p.dim() > 1 or name.endswith("_bias")
             size = (BLOCK if name in ("embedding", "lm_head") else rows // LEAVES) if shared else rows
             for leaf in range(first // size, -(-end // size) if end > first else 0):
                 parts[f"{what} {name} {leaf}"] = of(p)[max(0, leaf * size - first) : (leaf + 1) * size - first]
