@@ -131,11 +131,10 @@ class RecipesParameters(ModelParameters):
 
 @dataclass(frozen=True)
 class FamiliesParameters(Parameters):
-    """Parameters of the audit of decoder families, whose tiny models are in one dtype; at real widths it is bf16."""
+    """Parameters of the audit of decoder families. dtype: of tiny models; at real widths it is bf16."""
 
     kind: ClassVar[str] = "families"
-    dtypes: ClassVar[tuple[str, ...]] = ("fp32", "bf16")  # in fp32, no rounding hides the last bits of a sum
-    dtype: str = "fp32"
+    dtype: str = "fp32"  # in which no rounding hides the last bits of a sum
     models: str = ""  # at real widths, on a GPU: all; none; or some names, with ";" between
     checks: str = "all"  # or quick: few families and models
 

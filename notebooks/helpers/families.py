@@ -4,6 +4,7 @@ the stock model drifts first."""
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import product
 
 import torch
 
@@ -18,7 +19,6 @@ from bi_kernels.audit.targets.base import Target
 from bi_kernels.audit.targets.candidates import Candidate
 from bi_kernels.audit.targets.model import Relation
 from bi_kernels.audit.targets.session import check_library
-from bi_kernels.contract import DTYPES
 
 check_library()
 with warnings.catch_warnings(action="ignore"):  # of a library that asks a notebook for widgets
@@ -80,7 +80,7 @@ class FamiliesSession(Session):
         return chosen
 
     def target(self, op: str, case: str, dtype: str = "", candidate: str = "bi_kernels") -> "Family":
-        return Family(self, op, case, dtype or self.parameters["dtype"], candidate)
+        return Family(self, op, case, dtype or self.dtypes[0], candidate)
 
 
 class Family(Target):
@@ -107,12 +107,13 @@ def _layout(name: str) -> str:
 def judge(session: FamiliesSession) -> list[Row]:
     """Judges a tiny model of each family: `apply`'s answer, every layout, a split, `generate` and `restore`; returns the
     rows, which it records as they come. Where `apply` says NO, the row that counts is that the bits say so, too."""
-    dtype, rows = session.parameters["dtype"], []
-    for name in session.families:
+    rows = []
+    for name, dtype in product(session.families, session.dtypes):
         with quiet():
             found = family_verdict.judge(name, session.device.type, [dtype], [dtype])
-        session.verdicts.append(found)
-        mine = [*_rows(session.target(name, "tiny"), found)]
+        label = name if len(session.dtypes) == 1 else f"{name}, {dtype}"
+        session.verdicts.append(found | {"label": label})
+        mine = [*_rows(session.target(name, "tiny", dtype), found)]
         session.add(mine)
         rows += mine
     return rows
@@ -138,7 +139,7 @@ def headline(session: FamiliesSession) -> str:
     """Says how many families keep their bits, and which do not."""
     asked = [v for v in session.verdicts if "says" in v]
     kept = [v for v in asked if all(v["says"]) and all(v["bits"])]
-    lost = [f"`{v['family']}`" for v in asked if v not in kept]
+    lost = [f"`{v['label']}`" for v in asked if v not in kept]
     honest = all(map(family_verdict.agree, asked)) and len(asked) == len(session.verdicts)
     no = f" {', '.join(lost)} {'does' if len(lost) == 1 else 'do'} not." if lost else ""
     said = "says so in each case" if honest else "or the model fails in some: see the rows that need a fix"
@@ -149,7 +150,7 @@ def table(session: FamiliesSession) -> list[dict]:
     """Returns a line for each family: the answer, and how many elements differ in which layout."""
     lines = []
     for found in session.verdicts:
-        line = {"family": found["family"]}
+        line = {"family": found["label"]}
         if "says" not in found:
             lines.append(line | {"`apply` says": found["why"]})
             continue
@@ -175,19 +176,20 @@ def why_not(session: FamiliesSession) -> list[dict]:
     lines = []
     for found in session.verdicts:
         if "says" in found and not all(found["says"]):
-            lines.append({"family": found["family"], "why": found["report"].splitlines()[0].partition("NO. ")[2]})
+            lines.append({"family": found["label"], "why": found["report"].splitlines()[0].partition("NO. ")[2]})
     return lines
 
 
 def controls(session: FamiliesSession) -> list[Row]:
-    """Judges the stock model of each family in the same layouts and split, which must drift; returns the rows."""
+    """Judges the stock model of each family in fp32, in the same layouts and split, which must drift; returns the
+    rows."""
     rows = []
     for name in session.families:
         with quiet():
-            model = tiny.built(name, dtype=DTYPES[session.parameters["dtype"]]).to(session.device)
+            model = tiny.built(name, dtype=torch.float32).to(session.device)
             asked = next((v for v in session.verdicts if v["family"] == name), {"not asked": ()})["not asked"]
             checks = bits.check(model, [layout for layout in LAYOUTS if layout not in asked])
-        mine = [session.target(name, "tiny").check_row(c) for c in checks]
+        mine = [session.target(name, "tiny", "fp32").check_row(c) for c in checks]
         for backward in (False, True):
             rows.append(control_row(STOCK, [r for r in mine if (r.relation == Relation.GRADIENT) == backward]))
     session.add(rows)
