@@ -10,6 +10,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import StaticSlidingWindowLayer
 
 from bi_kernels.checks import can_wait, integers
 from bi_kernels.integrations.transformers.gradients import Folds
@@ -215,6 +216,12 @@ def _seen(cache: object) -> int | Tensor:
         return 0
     layers = [layer for layer in getattr(cache, "layers", ()) if hasattr(layer, "get_seq_length")]
     lengths = [layer.get_seq_length() for layer in layers]
+    windows = [layer for layer in layers if isinstance(layer, StaticSlidingWindowLayer)]
+    if windows and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise ValueError(
+            "apply: a CUDA graph is captured behind a static cache with a window, which counts its tokens in Python and "
+            "would stand still in a replay; expected a cache without a window, or no graph"
+        )
     known = [n for n in lengths if isinstance(n, int)]
     if known or not lengths:
         return known[0] if known else cache.get_seq_length()
