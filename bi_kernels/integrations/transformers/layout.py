@@ -219,8 +219,8 @@ def _seen(cache: object) -> int | Tensor:
     windows = [layer for layer in layers if isinstance(layer, StaticSlidingWindowLayer)]
     if windows and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         raise ValueError(
-            "apply: a CUDA graph is captured behind a static cache with a window, which counts its tokens in Python and "
-            "would stand still in a replay; expected a cache without a window, or no graph"
+            "apply: a CUDA graph is captured behind a static cache with a window, which counts its tokens in Python "
+            "and stands still in a replay, expected a cache without a window"
         )
     known = [n for n in lengths if isinstance(n, int)]
     if known or not lengths:
