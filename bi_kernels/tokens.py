@@ -101,8 +101,9 @@ class TokenLayout(ContextDecorator):
 
     def _register(self) -> None:
         """Makes the tensor that stands for this layout in compiled code; see `layout_of`."""
-        self.stand_in = torch.tensor([next(_ids)], device="cpu")
-        _live[int(self.stand_in)] = self
+        number = next(_ids)
+        self.stand_in = torch.tensor([number], device="cpu")
+        _live[number] = self
 
     def __setstate__(self, state: dict) -> None:
         self.__dict__.update(state)
