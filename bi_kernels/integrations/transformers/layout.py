@@ -44,6 +44,7 @@ class Call(ContextDecorator):
     folds: Folds = field(default_factory=Folds)
     attended: int = 0  # calls of attention that are ours
     is_patched: bool = False  # whether code that no trial has seen runs in it
+    is_promised: bool = True  # whether the answer was yes, so that what breaks it is refused
     taken: dict[int, TokenLayout | None] = field(default_factory=dict)  # by an index, of so many; None: in two ways
     _known: dict[tuple, Sequences] = field(default_factory=dict)
     _outer: list = field(default_factory=list)
@@ -97,7 +98,7 @@ class Call(ContextDecorator):
         count, entered = lead.numel(), current_layout("apply")
         if not isinstance(entered, TokenLayout) or entered.rows == count:
             return nullcontext()
-        if self.taken.get(count) is None and (self.is_patched or count in self.taken):
+        if self.taken.get(count) is None and self.is_promised and (self.is_patched or count in self.taken):
             raise ValueError(
                 f"apply: a layer that trains is given {count} tokens, shape {tuple(lead)}, in a model's call of "
                 f"{self.layout.rows}, and nobody told their sequences; expected all of the call's, those that slices "

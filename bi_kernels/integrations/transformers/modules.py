@@ -329,7 +329,7 @@ def _in_a_call(self: nn.Module, forward: Callable, args: tuple, kwargs: dict, is
     call = read(**given)
     if not call.length:  # the model says so itself, or one within it finds them
         return forward(self, *args, **kwargs)
-    call.is_patched = is_patched
+    call.is_patched, call.is_promised = is_patched, bool(self.__dict__.get(FOLDED))
     if not is_patched:  # what was set on it hands on what it is given
         _put_positions(self, call, bound, given)
     keep = given.get("logits_to_keep", 0)

@@ -148,7 +148,7 @@ def apply(
             if isinstance(module, modules.Model):
                 prefix = f"{name}." if name else ""
                 folded = {n.removeprefix(prefix) for n in report.folded if n.startswith(prefix)}
-                remember_parts(module, folded)
+                remember_parts(module, folded if report.split_invariant else set())
         if group is not None:
             ranks.share(model, TensorParallel(group))
         if check:

@@ -42,7 +42,7 @@ class ModelMode(batch_invariant_mode):
         """Raises ValueError for a function of a forward that no trial has seen."""
         super().meets_unknown(name)
         call = current()
-        if call is not None and call.is_patched:
+        if call is not None and call.is_patched and call.is_promised:
             raise ValueError(
                 f"apply: a forward that was set on the model calls {name}, which has no batch-invariant form; expected "
                 "products, norms, softmax and what else batch_invariant_mode routes"

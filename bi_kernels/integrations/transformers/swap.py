@@ -55,10 +55,10 @@ def causal_lm(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
 
 def remember_parts(model: nn.Module, folded: set[str]) -> None:
     """Remembers the modules within a model, without a cycle, so that a dropped model is freed at once, and the names of
-    its parameters whose gradients our ops fold."""
+    its parameters whose gradients are promised to be folded."""
     model.__dict__[FOLDED] = folded
     for part in model.modules():
-        if isinstance(part, Swapped):
+        if isinstance(part, Swapped) and folded:
             part.__dict__[WITHIN] = True
     model.__dict__[PARTS] = [
         (name, isinstance(m, (nn.ModuleList, nn.ModuleDict, nn.Sequential)), m._modules, dict(m._modules))
