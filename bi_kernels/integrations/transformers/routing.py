@@ -54,9 +54,9 @@ class ModelMode(batch_invariant_mode):
         return super().rows(lead) if call is None else call.rows(lead)
 
     def takes(self, x: Tensor, at: object) -> None:
-        """Notes which of the call's tokens an index takes."""
+        """Notes which of the call's tokens an index takes, in a forward that was set on the model."""
         call = current()
-        if call is not None and call.layout is not None:
+        if call is not None and call.is_patched and call.layout is not None:
             call.take(x, at)
 
 
