@@ -57,17 +57,15 @@ def forget(p: nn.Parameter) -> None:
 
 
 def tensors(out: object) -> Iterator[Tensor]:
-    """Yields the tensors of a module's output."""
+    """Yields the tensors of a module's output: a tensor, containers of them, or an object that holds some."""
+    if hasattr(out, "__dict__") and not isinstance(out, (Tensor, dict, tuple, list)):
+        out = list(vars(out).values())
     if isinstance(out, Tensor):
         yield out
-    elif isinstance(out, dict):
-        for part in out.values():
-            yield from tensors(part)
-    elif isinstance(out, (tuple, list)):
-        for part in out:
-            yield from tensors(part)
-    elif hasattr(out, "__dict__"):  # a dataclass, or whatever a trainer returns
-        yield from tensors(list(vars(out).values()))
+    elif isinstance(out, (dict, tuple, list)):
+        for part in out.values() if isinstance(out, dict) else out:
+            if isinstance(part, (Tensor, dict, tuple, list)):
+                yield from tensors(part)
 
 
 def _state(grad: Tensor | None) -> object:

@@ -360,7 +360,8 @@ def _patch(forward: Callable) -> Callable:
     """Returns a forward that was put in after `apply`, as trainers do, with what its code asks of PyTorch routed."""
 
     def patched(self, *args, **kwargs):
-        with ModelMode(current().folds):
+        call = current()
+        with nullcontext() if call is None else ModelMode(call.folds):
             return forward(self, *args, **kwargs)
 
     return patched
