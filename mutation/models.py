@@ -18,7 +18,7 @@ from bi_kernels.audit.inputs import generator
 from bi_kernels.audit.layouts import Call, step_layouts
 from bi_kernels.audit.parameters import choose, device_name
 from bi_kernels.audit.targets.model import ModelTarget, Relation, gathered, layout_rows
-from bi_kernels.contract import CONTRACT, DTYPES, rounding
+from bi_kernels.contract import CONTRACT, DTYPES, EPS, rounding
 from bi_kernels.tokens import TokenLayout
 
 LENGTHS = 5, 1, 17, 33, 9
@@ -179,7 +179,7 @@ class Decoder(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         """Returns logits (batch, length, vocabulary)."""
         x = F.embedding(ids, self.table) + self.places[: ids.shape[1]]
-        x = F.rms_norm(x, (WIDTH,), self.scale, 1e-5)
+        x = F.rms_norm(x, (WIDTH,), self.scale, EPS)
         q, k, v = F.linear(x * (1 + self.step), self.qkv, self.bias).unflatten(-1, (3, HEADS, -1)).unbind(2)
         q, k = (F.normalize(t, dim=-1) for t in (q, k))
         y = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), is_causal=True, scale=3.0)

@@ -254,6 +254,7 @@ CALLS: dict[str, Callable[[Draw], dict]] = {
     "MainGrads.clip_grad_norm_": lambda d: {"max_norm": 1.0} | d.some(error_if_nonfinite=False),
     "MainGrads.load_state_dict": lambda d: {"state": d.state},
     "TensorParallel": lambda d: {"group": torch.distributed.group.WORLD} | d.some(sequence=True),
+    "ExpertParallel": lambda d: {"group": torch.distributed.group.WORLD},
     **{f"TensorParallel.{name}": call for name, call in (("linear", _linear), ("rms_norm", _norm("x")))},
     **{f"TensorParallel.{n}": _shared(of) for n, of in (("embedding", _embedding), ("lm_head_logprob", _lm_head))},
     **{f"TensorParallel.{name}": call for name, call in (("qk_norm", _norm("x")), ("attention", _attention))},

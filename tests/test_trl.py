@@ -19,7 +19,7 @@ from bi_kernels.integrations.trl import use_folded_head
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "trl.md"
 COMMON = {
-    "max_steps": 2, "learning_rate": 1e-3, "use_cpu": True, "bf16": False, "report_to": [], "save_strategy": "no",
+    "max_steps": 2, "learning_rate": 0.001, "use_cpu": True, "bf16": False, "report_to": [], "save_strategy": "no",
     "disable_tqdm": True, "gradient_checkpointing": False, "dataloader_pin_memory": False, "seed": 1,
 }  # fmt: skip
 GRPO = {"num_generations": 2, "max_completion_length": 8, "beta": 0.0, "generation_batch_size": 4}

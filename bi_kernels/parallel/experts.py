@@ -71,13 +71,13 @@ class Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, group, groups, cuts, part, x):
-        ctx.given = group, groups, cuts
+        ctx.group, ctx.groups, ctx.cuts = group, groups, cuts
         return gather_rows(x, groups.mine.source, groups.places.shape[1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        return None, None, None, _added(*ctx.given, dy, None), None
+        return None, None, None, _added(ctx.group, ctx.groups, ctx.cuts, dy, None), None
 
 
 class Combine(torch.autograd.Function):
