@@ -35,7 +35,8 @@ def test_a_model_that_keeps_its_bits_is_told_yes(family):
     ("", "", True),
     ("torch.cat((-x2, x1)", "torch.cat((x2, -x1)", False),  # of the function that a function of its file calls
     ("scaling=self.scaling", "scaling=self.scaling * 2", False),
-], ids=["copied", "turned", "scaled"])  # fmt: skip
+    ("cos, sin, unsqueeze_dim=1):", "cos, sin, unsqueeze_dim=2):", False),
+], ids=["copied", "turned", "scaled", "default"])  # fmt: skip
 def test_a_copy_of_known_code_is_known_and_an_edit_is_not(old, new, known):
     module = types.ModuleType(qwen3_moe.__name__)
     module.__package__ = qwen3_moe.__package__

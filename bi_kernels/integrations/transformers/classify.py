@@ -39,21 +39,22 @@ Answer = tuple[type[Swapped] | None, str]  # as `classify` returns it
 Rule = Callable[[nn.Module], Answer]
 
 
-def _attention(module: nn.Module, copies: type[nn.Module]) -> Answer:
+def _attention(module: nn.Module) -> Answer:
     if not getattr(module, "is_causal", True):
         return None, UNKNOWN
     if _draws(module):
         return None, DRAWS.format(module.attention_dropout)
     if not 1 <= module.head_dim <= 256:
         return None, f"its heads are {module.head_dim} wide, the most are 256"
-    return modules.MistralAttention if copies is mistral.MistralAttention else modules.Attention, ""
+    of_mistral = _copied(type(module).forward) is mistral.MistralAttention
+    return modules.MistralAttention if of_mistral else modules.Attention, ""
 
 
-def _mlp(module: nn.Module, copies: type[nn.Module]) -> Answer:
+def _mlp(module: nn.Module) -> Answer:
     return (modules.MLP, "") if isinstance(module.act_fn, SILU) else (None, UNKNOWN)
 
 
-def _rotary(module: nn.Module, copies: type[nn.Module]) -> Answer:
+def _rotary(module: nn.Module) -> Answer:
     head_dim = getattr(module.config, "head_dim", None)
     head_dim = head_dim or module.config.hidden_size // module.config.num_attention_heads
     if module.rope_type not in STATIC_ROPE:
@@ -137,21 +138,28 @@ def _alike(a: object, b: object, known: frozenset = frozenset()) -> bool:
     if isinstance(a, MethodType):
         return a.__func__ is b.__func__ and type(a.__self__) is type(b.__self__)
     if isinstance(a, CodeType):
-        mine, theirs = ([c.co_code, c.co_names, *c.co_consts] for c in (a, b))
+        mine, theirs = ([c.co_code, c.co_names, c.co_varnames, *c.co_consts] for c in (a, b))
         return len(mine) == len(theirs) and all(_alike(*pair) for pair in zip(mine, theirs))
     if not isinstance(a, FunctionType):
         return not isinstance(a, type) and bool(a == b)
-    known |= {(a, b)}
-    called = ([f.__globals__.get(name) for name in f.__code__.co_names] for f in (a, b))
+    if not _alike(a.__code__, b.__code__) or (a.__defaults__, a.__kwdefaults__) != (b.__defaults__, b.__kwdefaults__):
+        return False
+    called = ([f.__globals__.get(name) for name in _names(f.__code__)] for f in (a, b))
     held = ([cell.cell_contents for cell in f.__closure__ or ()] for f in (a, b))
-    return _alike(a.__code__, b.__code__) and all(_alike(*pair, known) for pair in (*zip(*called), *zip(*held)))
+    return all(_alike(*pair, known | {(a, b)}) for pair in (*zip(*called), *zip(*held)))
 
 
-PARTS: dict[str, Callable[[nn.Module, type[nn.Module]], Answer]] = {  # of each family
+def _names(code: CodeType) -> list[str]:
+    """Lists the names that a function looks up, and what is defined within it."""
+    inner = [name for c in code.co_consts if isinstance(c, CodeType) for name in _names(c)]
+    return [*code.co_names, *inner]
+
+
+PARTS: dict[str, Rule] = {  # of each family
     "Attention": _attention,
     "MLP": _mlp,
     "RotaryEmbedding": _rotary,
-    "DecoderLayer": lambda m, _: (modules.Checkpointed, ""),
+    "DecoderLayer": lambda m: (modules.Checkpointed, ""),
 }
 BY_CODE = {getattr(family, f"{name}{part}"): rule for name, family in FAMILIES.items() for part, rule in PARTS.items()}
 FORWARDS = {kind: kind.forward for kind in BY_CODE if kind.forward.__module__ == kind.__module__}  # no one's patch
@@ -199,7 +207,7 @@ def classify(module: nn.Module) -> Answer:
     """
     kind = type(module)
     if known := _copied(kind.forward):
-        return BY_CODE[known](module, known)
+        return BY_CODE[known](module)
     rule = BY_CLASS.get(kind) if kind.forward.__module__ == kind.__module__ else None  # no one's patch
     rule = rule or next((rule for holds, rule in BY_PROPERTY if holds(module)), None)
     return rule(module) if rule else (None, UNKNOWN)

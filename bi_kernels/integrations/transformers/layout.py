@@ -73,8 +73,10 @@ class Call(ContextDecorator):
     def known(self) -> Iterator[None]:
         """Runs the model's own forward within one that was set on it."""
         self.is_patched = False
-        yield
-        self.is_patched = True
+        try:
+            yield
+        finally:
+            self.is_patched = True
 
     def take(self, x: Tensor, at: object) -> None:
         """Notes the tokens that an index takes of x (batch, length, ...) or (tokens, ...)."""
