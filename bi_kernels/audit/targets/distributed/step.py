@@ -61,7 +61,7 @@ PARALLEL_CONFIGS = (
     ONE_RANK,
     *(ParallelConfig(*sizes) for sizes in ((2, 1), (2, 1, True), (1, 2), (4, 1), (1, 4), (2, 2))),
     ParallelConfig(mixture=True),
-    ParallelConfig(2, mixture=True),
+    *(ParallelConfig(*sizes, mixture=True) for sizes in ((2, 1), (1, 2))),
     *(ParallelConfig(2, dp, mixture=True, ep=True) for dp in (1, 2)),
 )
 
