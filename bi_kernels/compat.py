@@ -190,3 +190,14 @@ def mark_thread(name: str) -> None:
 def is_marked(name: str) -> bool:
     """Tells whether `mark_thread` marked this thread, or that which called the backward under way."""
     return torch._C._is_key_in_tls(name)
+
+
+def fsdp_groups(module: torch.nn.Module) -> list:
+    """Returns the groups of parameters of a module that `fully_shard` was given; none of another module."""
+    state_of = getattr(type(module), "_get_fsdp_state", None)
+    if state_of is None:
+        return []
+    state = state_of(module)
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]

@@ -353,8 +353,7 @@ def test_a_sharded_model_is_refused(one_rank):
     from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
     shards = {
-        "before": (partial(fully_shard, mesh=one_rank), True),
-        "after": (partial(fully_shard, mesh=one_rank), False),
+        "fsdp2 first": (partial(fully_shard, mesh=one_rank), True),
         "fsdp1": (partial(FullyShardedDataParallel, device_id=torch.device("cpu")), False),
     }
     for shard, first in shards.values():

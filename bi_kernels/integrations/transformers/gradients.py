@@ -17,6 +17,7 @@ from bi_kernels.compat import current_backward, will_run
 
 BUFFERS = ("main_grad", "embedding_main_grad")
 STATE = "bi_kernels_fold"
+OWNER = "bi_kernels_owner"  # of a parameter that FSDP2 gathered: what keeps its shards
 LEAVES = 4  # that a plain backward() reaches, where backward(inputs=...) may reach a few
 
 
@@ -26,14 +27,35 @@ class _Fold:
     def __init__(self):
         self.uses: set[str] = set()  # buffers into which its ops accumulate
         self.task = -1  # autograd's, in which it was opened last
-        self.mark: object = None  # on the `.grad` that the last backward left, at `version`
+        self.exchanged = -1  # likewise: in which DDP summed it over ranks
+        self.mark: object = None  # on the gradient that the last backward left, at `version`
         self.version = -1
+
+    def left(self, grad: Tensor | None) -> bool:
+        """Tells whether a gradient is what the last backward left."""
+        return self.mark is not None and getattr(grad, STATE, None) is self.mark and _version(grad) == self.version
+
+    def leave(self, grad: Tensor | None) -> None:
+        """Marks the gradient that a backward leaves."""
+        if grad is not None:
+            self.mark, self.version = object(), _version(grad)
+            setattr(grad, STATE, self.mark)
 
 
 def _fold(p: nn.Parameter) -> _Fold:
     if not hasattr(p, STATE):
         setattr(p, STATE, _Fold())
     return getattr(p, STATE)
+
+
+def folded_in(p: nn.Parameter, task: int, exchanged: bool = False) -> Tensor | None:
+    """Returns the fold of a parameter that a backward opened, None for another. exchanged: notes that ranks sum it."""
+    fold = getattr(p, STATE, None)
+    if fold is None or fold.task != task:
+        return None
+    fold.exchanged = task if exchanged else fold.exchanged
+    joined = getattr(p, "embedding_main_grad", None)  # a tied parameter has two folds: one addition, here
+    return p.main_grad if joined is None else p.main_grad + joined
 
 
 def _fits(p: nn.Parameter, name: str) -> bool:
@@ -68,9 +90,15 @@ def tensors(out: object) -> Iterator[Tensor]:
                 yield from tensors(part)
 
 
-def _state(grad: Tensor | None) -> object:
-    """Returns what changes when a gradient is set or added to."""
-    return None if grad is None else (id(grad), grad._version)
+def _version(grad: Tensor) -> int:
+    return getattr(grad, "_local_tensor", grad)._version  # of a DTensor: that of its numbers
+
+
+def _state(p: nn.Parameter) -> object:
+    """Returns what changes when a parameter's gradient is set or added to."""
+    owner = getattr(p, OWNER, None)
+    places = [p.grad] if owner is None else [p.grad, owner.unsharded_accumulated_grad, owner.sharded_param.grad]
+    return [None if grad is None else (id(grad), _version(grad)) for grad in places]
 
 
 def _next(node: Node) -> tuple[Node, ...]:
@@ -104,6 +132,18 @@ def _wanted(nodes: tuple[Node, ...]) -> str:
         if leaves >= LEAVES:
             break
     return "all" if leaves else "none"
+
+
+class _Cast(torch.autograd.Function):
+    """A parameter in another dtype: its gradient is folded, but a wrapper such as DDP sees that it is used."""
+
+    @staticmethod
+    def forward(ctx, p, dtype):
+        return p.to(dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return None, None
 
 
 class Folds:
@@ -150,11 +190,10 @@ class Folds:
             return p
         if p.requires_grad and not p.is_leaf:
             return p.to(dtype)
-        cast = p.detach().to(dtype)
+        cast = _Cast.apply(p, dtype)
         if hasattr(p, "cut"):
             cast.cut = p.cut
-        if torch.is_grad_enabled() and p.requires_grad:
-            cast.requires_grad_()
+        if cast.requires_grad:
             cast.main_grad = buffer(p)
         return cast
 
@@ -179,51 +218,97 @@ class Folds:
                     "which folds the gradient of every parameter into its .grad"
                 )
             self.task, self.opened = task, []
-            self._before = [(name, p, _state(p.grad)) for name, p in self.beside.items()]
+            self._before = [(name, p, _state(p)) for name, p in self.beside.items()]
             torch.autograd.Variable._execution_engine.queue_callback(self._close)
             self._open(list(self.parameters.values()))
 
     @torch.no_grad()
     def _open(self, parameters: list[nn.Parameter]) -> None:
-        anew = []
+        anew, summed = [], []
         for p in parameters:
             fold = _fold(p)
             if fold.task == self.task:  # by another call, in this backward
                 continue
-            fold.task, before = self.task, p.grad
+            owner, before = getattr(p, OWNER, None), p.grad
+            fold.task = self.task
             names = [n for n in BUFFERS if hasattr(p, n) or n == "main_grad" or len(fold.uses) > 1]
             fits = all(_fits(p, n) for n in names if n == "main_grad" or hasattr(p, n))
             buffers = [buffer(p, n) for n in names]
-            left = fold.mark and getattr(before, STATE, None) is fold.mark and before._version == fold.version
-            if not (fits and left):
+            if owner is not None:
+                synced = fold.left(owner.sharded_param.grad)
+                if not (fits and (synced or fold.left(owner.unsharded_accumulated_grad))):
+                    anew += buffers
+                elif synced:
+                    owner.sharded_param.grad = None  # the fold includes it
+                owner.unsharded_accumulated_grad = p.main_grad  # which FSDP2 sums over ranks, `.grad` added
+            elif not (fits and fold.left(before)):
                 anew += buffers if before is None else buffers[1:]
                 if before is not None:
                     p.main_grad.copy_(before)
+                    summed += [before] * (fold.exchanged >= 0)
             self.opened.append((p, before))
             p.grad = None
         if anew:
             torch._foreach_zero_(anew)
+        if summed and any(bool(grad.any()) for grad in summed):
+            raise ValueError(
+                "apply: a gradient that DDP summed was replaced before the next backward, as gradient_as_bucket_view "
+                "does in the first step; expected no_sync() but for a step's last micro-batch, or zero_grad()"
+            )
 
     @torch.no_grad()
     def _close(self) -> None:
-        opened, self.opened = self.opened, []
-        given, folded = [], []
+        opened, self.opened, given, folded = self.opened, [], [], []
         for p, before in opened:
+            owner = getattr(p, OWNER, None)
+            if owner is not None:
+                self._hand_on(p, owner)
+                continue
             if p.grad is not None:  # from ops that are not ours
                 p.main_grad.add_(p.grad)
-            joined = getattr(p, "embedding_main_grad", None)  # a tied parameter has two folds: one addition, here
-            folded.append(p.main_grad if joined is None else p.main_grad + joined)
+            if _fold(p).exchanged == self.task:  # DDP leaves the sum
+                p.grad = None
+                continue
+            folded.append(folded_in(p, self.task))
             p.grad = torch.empty_like(p) if before is None else before
             given.append(p.grad)
         if given:
             torch._foreach_copy_(given, folded)
-        passed_by = [name for name, p, before in self._before if _state(p.grad) != before]
+        self._check([b for b in self._before if not hasattr(b[1], OWNER)])
+        late = [p for p, _ in opened if hasattr(p, OWNER) or _fold(p).exchanged == self.task]
+        _leave([p for p, _ in opened if p not in {*late}])
+        if late or self._before:  # behind what DDP and FSDP2 do when a backward ends
+            torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, late))
+
+    def _hand_on(self, p: nn.Parameter, owner) -> None:
+        """Gives FSDP2 the fold of a tied parameter, whose two folds are one sum."""
+        if hasattr(p, "embedding_main_grad"):
+            if owner.unsharded_accumulated_grad is not p.main_grad:
+                raise ValueError(
+                    f"apply: a tied weight of shape {tuple(p.shape)} was summed over ranks before its backward ended; "
+                    "expected it among the parameters of the model that fully_shard is given last"
+                )
+            owner.unsharded_accumulated_grad = folded_in(p, self.task)
+
+    def _end(self, parameters: list[nn.Parameter]) -> None:
+        self._check([b for b in self._before if hasattr(b[1], OWNER)])
+        _leave(parameters)
+
+    def _check(self, before: list[tuple[str, nn.Parameter, object]]) -> None:
+        passed_by = [name for name, p, state in before if _state(p) != state]
         if passed_by:
             raise ValueError(
                 f"apply: {passed_by[0]} got its gradient from code that is not ours, as a fused LM head, so it depends "
                 "on the split; expected the model's own code, or a forward that calls PyTorch's functions"
             )
-        for p, _ in opened:
-            fold = _fold(p)
-            fold.mark, fold.version = object(), p.grad._version
-            setattr(p.grad, STATE, fold.mark)
+
+
+def _leave(parameters: list[nn.Parameter]) -> None:
+    """Marks what a backward left of each parameter's gradient."""
+    for p in parameters:
+        owner = getattr(p, OWNER, None)
+        if owner is None:
+            _fold(p).leave(p.grad)
+        else:
+            summed = owner.unsharded_accumulated_grad is None
+            _fold(p).leave(owner.sharded_param.grad if summed else owner.unsharded_accumulated_grad)

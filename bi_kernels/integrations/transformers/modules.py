@@ -19,6 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 import bi_kernels as bi
 from bi_kernels.checks import can_wait
 from bi_kernels.integrations.transformers.attention import CHUNK, NAME, PAGED, attention, paged_attention
+from bi_kernels.integrations.transformers.data_parallel import adopt_ddp, adopt_fsdp, own
 from bi_kernels.integrations.transformers.experts import experts_forward
 from bi_kernels.integrations.transformers.gradients import Folds, tensors
 from bi_kernels.integrations.transformers.layout import Call, arguments, current, names_arguments, put, read
@@ -185,7 +186,8 @@ class Attention(Swapped):
         if hasattr(self, "q_norm"):
             q, k = self.q_norm(q), self.k_norm(k)
         table, positions = position_embeddings
-        if isinstance(table, bi.RopeTable):
+        if isinstance(table, _Table):
+            table = table.rope
             q, k = bi.rope(q, table, positions), bi.rope(k, table, positions)
         else:  # cos and sin of a rotary module that was left
             rotate = sys.modules[type(self).__module__].apply_rotary_pos_emb
@@ -230,10 +232,17 @@ def _last(positions: Tensor) -> int:
     return last
 
 
+class _Table:
+    """Holds a rope table; what casts a module's arguments, as FSDP2 does, looks for tensors and finds none."""
+
+    def __init__(self, rope: bi.RopeTable):
+        self.rope = rope
+
+
 class Rotary(Swapped):
     """a rope table, computed in fp64"""
 
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[bi.RopeTable, Tensor]:
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[_Table, Tensor]:
         call = current()
         past = call.past if call is not None and isinstance(call.past, int) else 0
         room = call.paged["room"] if call is not None and call.paged is not None else 0  # its warm-up goes to the end
@@ -244,7 +253,7 @@ class Rotary(Swapped):
             angle, scale = position * self.frequencies().double(), float(self.attention_scaling)
             table = bi.RopeTable(*((f * scale).float().to(x.device) for f in (angle.cos(), angle.sin())))
             self.__dict__["bi_kernels_table"] = table
-        return table, position_ids.expand(x.shape[:2]).contiguous()
+        return _Table(table), position_ids.expand(x.shape[:2]).contiguous()
 
     def frequencies(self) -> Tensor:
         """Returns the module's frequencies, or the CPU's in fp32 where the module's differ only by a cast of the model
@@ -321,10 +330,12 @@ def _in_a_call(self: nn.Module, forward: Callable, args: tuple, kwargs: dict, is
     trains = torch.is_grad_enabled()
     if not (trains or self.whole):
         return forward(self, *args, **kwargs)
-    if trains and getattr(DistributedDataParallel, "_active_ddp_module", None) is not None:
-        raise ValueError("apply: the model is in a DistributedDataParallel, expected one process")
-    if trains and not torch.compiler.is_compiling():
-        check_whole(self)
+    ours, sharded = trains and not torch.compiler.is_compiling(), []
+    if ours:
+        sharded = adopt_fsdp(self)
+        check_whole(self, {id(f.sharded_param) for f in sharded})
+        if (ddp := getattr(DistributedDataParallel, "_active_ddp_module", None)) is not None:
+            adopt_ddp(ddp)
     bound, given = arguments(self.naming, self, *args, **kwargs)
     call = read(**given)
     if not call.length:  # the model says so itself, or one within it finds them
@@ -346,11 +357,12 @@ def _in_a_call(self: nn.Module, forward: Callable, args: tuple, kwargs: dict, is
             out = (*out[:at], out[at][:, kept], *out[at + 1 :])
         elif getattr(out, "logits", None) is not None:
             out["logits"] = out.logits[:, kept]
-    if trains and not torch.compiler.is_compiling():
-        given = {n: p for n, p in self.named_parameters() if p.requires_grad and id(p) not in call.folds.parameters}
-        call.folds.beside = {n: p for n, p in given.items() if n in self.__dict__.get(FOLDED, ())}
+    if ours:
+        whole, promised = own(sharded), self.__dict__.get(FOLDED, ())
+        named = {n: whole.get(id(p), p) for n, p in self.named_parameters() if p.requires_grad and n in promised}
+        call.folds.beside = {n: p for n, p in named.items() if id(p) not in call.folds.parameters}
     call.folds.attach(out)
-    if trains and not torch.compiler.is_compiling():
+    if ours:
         for t in tensors(out):
             setattr(t, LAYOUT, call.layout)
     return out

@@ -1,6 +1,7 @@
 """Swaps a module's class for a subclass with our forward and the same name, until `restore`."""
 
 import functools
+from collections.abc import Container
 
 from torch import nn
 
@@ -89,14 +90,15 @@ SHARDED = {  # by attributes of a parameter, or of a module
 }
 
 
-def check_whole(model: nn.Module) -> None:
+def check_whole(model: nn.Module, gathered: Container[int] = ()) -> None:
     """Raises ValueError for a model whose parameters something shards: it takes gradients from autograd, which a fold
-    passes by."""
-    for name, t in (*model.named_modules(), *model.named_parameters()):
+    passes by. gathered: ids of the shards that FSDP2 gathers."""
+    modules = () if gathered else model.named_modules()
+    for name, t in (*modules, *model.named_parameters()):
         of_module = isinstance(t, nn.Module)  # whose own lookup of what is not there is slow
         for attribute, said in SHARDED.items():
-            if attribute in t.__dict__ if of_module else hasattr(t, attribute):
+            if (attribute in t.__dict__ if of_module else hasattr(t, attribute)) and id(t) not in gathered:
                 raise ValueError(
                     f"apply: {name or 'the model'} is {said}, expected whole parameters: gradients would stay None; "
-                    "share weights by apply(model, group=...), or sequences by MainGrads(world=...)"
+                    "call apply before fully_shard, or share weights by apply(model, group=...)"
                 )

@@ -1,0 +1,99 @@
+"""DDP and FSDP2 of an applied model: each rank's folds are one group of parallel/tree.py, whose tree joins them.
+
+A fold is opened when a backward begins, and goes on from micro-batch to micro-batch in the rank's fp32 `main_grad`,
+whether or not the ranks exchange gradients in between. Whenever they do, the sum of all ranks' folds so far takes the
+place of what an exchange before it left.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bi_kernels.compat import current_backward, fsdp_groups
+from bi_kernels.integrations.transformers.gradients import OWNER, folded_in
+from bi_kernels.parallel.exchange import all_gather
+from bi_kernels.parallel.tree import added
+
+JOINED = "bi_kernels_joined"  # of a DistributedDataParallel: the tree joins its gradients
+
+
+def _share(flat: Tensor, group: dist.ProcessGroup, divisor: int) -> Tensor:
+    """Returns this rank's share of the sum of all ranks' flat, in fp32, divided: (numbers / ranks,)."""
+    ranks, came = dist.get_world_size(group), torch.empty_like(flat)
+    dist.all_to_all_single(came, flat, group=group)
+    return added({(r, r + 1): part.float() for r, part in enumerate(came.chunk(ranks))}, (0, ranks)) / divisor
+
+
+class TreeReduceScatter:
+    """The reduce-scatter of FSDP2, by the tree."""
+
+    def allocate(self, size: tuple[int, ...], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns a buffer that FSDP2 fills."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group, op, async_op: bool = False) -> None:
+        """Puts this rank's share of the ranks' sum, or mean, into output_tensor."""
+        if op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
+            raise ValueError("apply: set_gradient_divide_factor was called, expected FSDP2's mean or sum over ranks")
+        divisor = dist.get_world_size(group) if op == dist.ReduceOp.AVG else 1
+        output_tensor.copy_(_share(input_tensor, group, divisor))
+
+
+def adopt_fsdp(model: nn.Module) -> list:
+    """Lets the tree join the gradients of what `fully_shard` was given; returns its parameters. Raises ValueError for a
+    mesh of more than one dimension."""
+    found = []
+    for name, module in model.named_modules():
+        for group in fsdp_groups(module):
+            if group.mesh_info.mesh.ndim > 1:
+                raise ValueError(
+                    f"apply: {name or 'the model'} is sharded over a mesh of {group.mesh_info.mesh.ndim} dimensions, "
+                    "expected one: replicas of shards would be summed in NCCL's order"
+                )
+            if not isinstance(group._reduce_scatter_comm, TreeReduceScatter):
+                group._reduce_scatter_comm = TreeReduceScatter()
+            found += group.fsdp_params
+    return found
+
+
+def own(parameters: list) -> dict[int, nn.Parameter]:
+    """Notes on each whole parameter whose shards FSDP2 keeps; returns the whole ones by the shards' ids."""
+    whole = {id(f.sharded_param): f._unsharded_param for f in parameters if hasattr(f, "_unsharded_param")}
+    for f in parameters:
+        if id(f.sharded_param) in whole:
+            setattr(f._unsharded_param, OWNER, f)
+    return whole
+
+
+def adopt_ddp(ddp: DistributedDataParallel) -> None:
+    """Lets the tree join the gradients of a DistributedDataParallel. Raises ValueError if it has another hook."""
+    if JOINED in ddp.__dict__:
+        return
+    try:
+        ddp.register_comm_hook(ddp.process_group, _join_bucket)
+    except RuntimeError as error:
+        raise ValueError(
+            "apply: the DistributedDataParallel has a communication hook, expected none: ours joins the gradients"
+        ) from error
+    ddp.__dict__[JOINED] = True
+
+
+@torch.no_grad()
+def _join_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Puts the mean over ranks of a bucket's gradients, folds included, into its buffer."""
+    ranks, task, grads = dist.get_world_size(group), current_backward(), bucket.gradients()
+    numbers = sum(g.numel() for g in grads)
+    flat = torch.zeros(-(-numbers // ranks) * ranks, device=bucket.buffer().device)
+    parts = [part.view(g.shape) for part, g in zip(flat[:numbers].split([g.numel() for g in grads]), grads)]
+    for part, p, g in zip(parts, bucket.parameters(), grads):
+        part.copy_(g)
+        if (fold := folded_in(p, task, exchanged=True)) is not None:
+            part.add_(fold)
+    total = torch.empty_like(flat)
+    all_gather(total, _share(flat, group, ranks), group=group)
+    for part, g in zip(total[:numbers].split([g.numel() for g in grads]), grads):
+        g.copy_(part.view(g.shape))
+    done = torch.futures.Future(devices=[flat.device] if flat.is_cuda else [])
+    done.set_result(bucket.buffer())
+    return done
