@@ -5,10 +5,15 @@ whether or not the ranks exchange gradients in between. Whenever they do, the su
 place of what an exchange before it left.
 """
 
+from collections.abc import Iterable, Iterator
+from itertools import islice
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import Sampler
+from transformers import TrainingArguments
 
 from bi_kernels.compat import current_backward, fsdp_groups
 from bi_kernels.integrations.transformers.gradients import OWNER, folded_in
@@ -97,3 +102,43 @@ def _join_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.fut
     done = torch.futures.Future(devices=[flat.device] if flat.is_cuda else [])
     done.set_result(bucket.buffer())
     return done
+
+
+class StepSampler(Sampler):
+    """A sampler's indices, so ordered that a rank has the same sequences of a step for every batch size.
+
+    Accelerate deals batches out to ranks in turn. In a step of 8 sequences, rank 0 of 2 has 0, 1, 2, 3 in one batch,
+    but 0, 1, 4, 5 in two; behind this sampler, 0, 1, 2, 3 in both. An epoch's last step, if smaller, is left as it is.
+
+        class MyTrainer(Trainer):
+            def _get_train_sampler(self, *given):
+                return StepSampler(super()._get_train_sampler(*given), self.args)
+
+    args: which tell the batch size, the accumulation and, unless given, the number of ranks.
+    """
+
+    def __init__(self, sampler: Iterable[int], args: TrainingArguments, ranks: int | None = None):
+        self.sampler, self.batch = sampler, args.train_batch_size
+        self.accumulated, self.ranks = args.gradient_accumulation_steps, args.world_size if ranks is None else ranks
+
+    @property
+    def generator(self) -> torch.Generator | None:
+        """Returns the sampler's generator, which Accelerate sets alike on all ranks."""
+        return getattr(self.sampler, "generator", None)
+
+    @generator.setter
+    def generator(self, value: torch.Generator | None) -> None:
+        self.sampler.generator = value
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[int]:
+        indices, of_rank = iter(self.sampler), self.batch * self.accumulated
+        while step := [*islice(indices, of_rank * self.ranks)]:
+            if len(step) < of_rank * self.ranks:
+                yield from step
+                return
+            for at in range(0, of_rank, self.batch):
+                for first in range(at, len(step), of_rank):
+                    yield from step[first : first + self.batch]

@@ -153,6 +153,7 @@ class Folds:
         self.parameters: dict[int, nn.Parameter] = {}
         self.computed = 0  # weights that are no parameters, but have a gradient
         self.task = -1
+        self.is_watched = False  # by a DDP that takes a parameter without a `.grad` for unused
         self.opened: list[tuple[nn.Parameter, Tensor | None]] = []  # with its `.grad` before
         self.beside: dict[str, nn.Parameter] = {}  # those of the model that no op of ours read, by name
         self._before: list[tuple[str, nn.Parameter, object]] = []  # these, and what tells whether `.grad` changes
@@ -248,8 +249,11 @@ class Folds:
                     summed += [before] * (fold.exchanged >= 0)
             self.opened.append((p, before))
             p.grad = None
-        if anew:
-            torch._foreach_zero_(anew)
+            if self.is_watched and owner is None:
+                p.grad = torch.empty_like(p) if before is None else before
+                anew.append(p.grad)
+        for kind in {t.dtype for t in anew}:
+            torch._foreach_zero_([t for t in anew if t.dtype == kind])
         if summed and any(bool(grad.any()) for grad in summed):
             raise ValueError(
                 "apply: a gradient that DDP summed was replaced before the next backward, as gradient_as_bucket_view "

@@ -330,7 +330,7 @@ def _in_a_call(self: nn.Module, forward: Callable, args: tuple, kwargs: dict, is
     trains = torch.is_grad_enabled()
     if not (trains or self.whole):
         return forward(self, *args, **kwargs)
-    ours, sharded = trains and not torch.compiler.is_compiling(), []
+    ours, sharded, ddp = trains and not torch.compiler.is_compiling(), [], None
     if ours:
         sharded = adopt_fsdp(self)
         check_whole(self, {id(f.sharded_param) for f in sharded})
@@ -340,6 +340,7 @@ def _in_a_call(self: nn.Module, forward: Callable, args: tuple, kwargs: dict, is
     call = read(**given)
     if not call.length:  # the model says so itself, or one within it finds them
         return forward(self, *args, **kwargs)
+    call.folds.is_watched = ours and ddp is not None and ddp.find_unused_parameters
     call.is_patched, call.is_promised = is_patched, bool(self.__dict__.get(FOLDED))
     if not is_patched:  # what was set on it hands on what it is given
         _put_positions(self, call, bound, given)
