@@ -1,7 +1,6 @@
 """Tensor parallelism: the bits of one rank, and worlds that end badly. Notebook `world` judges whole worlds."""
 
 import json
-import os
 import subprocess
 import time
 from pathlib import Path
@@ -28,7 +27,6 @@ from bi_kernels.contract import CONTRACT
 from bi_kernels.ops.vocabulary import BLOCK
 from bi_kernels.parallel.vocabulary import share
 from helpers import parallelism, scaling_model
-
 
 
 def of_all(module: ModuleType, folder: Path, *more: str) -> dict[str, dict]:
@@ -230,7 +228,6 @@ def test_ranks_share_whole_blocks_of_a_vocabulary_in_order(rows, ranks):
     ),
 )
 def test_a_rank_that_ends_badly_is_one_sentence_and_loses_nothing(strategy, seconds, expected, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(Path(__file__).parent), os.getenv("PYTHONPATH")))))
     jobs = [{"strategy": name, "config": (2, 1)} for name in (f"{HERE}:EXCHANGED", TIMING, f"ranks_faults:{strategy}")]
     told, begun = {"shapes": "tiny", "dtype": "bf16", "seed": 0, "device": "cpu"}, time.monotonic()
     told["jobs"] = jobs
