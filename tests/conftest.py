@@ -4,9 +4,11 @@ import functools
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +23,7 @@ from hypothesis import settings
 
 import bi_kernels
 from bi_kernels import contract
-from bi_kernels.audit import cli
+from bi_kernels.audit import cli, executor
 from bi_kernels.audit.compare import compare
 from bi_kernels.audit.findings import Row
 from bi_kernels.audit.registry import OPS
@@ -94,6 +96,21 @@ def installed(built, tmp_path_factory) -> Path:
     done = run(sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "-t", folder, built[1])
     assert done.returncode == 0, done.stderr
     return folder
+
+
+def run_ranks(count: int, function: str, *arguments) -> None:
+    """Calls `module:function` in so many processes, the ranks of one process group."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        group = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1]), "WORLD_SIZE": str(count)}
+    ranks = [executor.begin(function, *arguments, environment=group | {"RANK": str(i)}) for i in range(count)]
+    with ThreadPoolExecutor(count) as pool:
+        try:
+            for done in as_completed([pool.submit(rank.result, seconds=240) for rank in ranks]):
+                done.result()
+        finally:
+            for rank in ranks:
+                rank.stop()
 
 
 @pytest.fixture

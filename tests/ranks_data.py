@@ -1,13 +1,12 @@
-"""Run by tests/test_parallel.py under torchrun, or alone: steps of a tiny decoder, data-parallel over gloo.
+"""Run by tests/test_parallel.py on each rank, or alone: steps of a tiny decoder, data-parallel over gloo.
 
-ranks_data.py FILE GROUPS      # rank 0 writes {way: SHA-256 of every gradient and weight}
+Rank 0 writes {way: SHA-256 of every gradient and weight}.
 """
 
 import copy
 import hashlib
 import json
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -103,7 +102,6 @@ def refused(call: Callable[[], object]) -> str:
 
 
 def main(file: Path, groups: int) -> None:
-    torch.set_num_threads(1)
     world = None
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
@@ -124,7 +122,3 @@ def main(file: Path, groups: int) -> None:
     if world:
         dist.barrier()
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))

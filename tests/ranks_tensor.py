@@ -1,12 +1,11 @@
-"""Run by tests/test_tensor_parallel.py under torchrun, or alone: one step of small decoders, cut by tensor over gloo.
+"""Run by tests/test_tensor_parallel.py on each rank, or alone: one step of small decoders, cut by tensor over gloo.
 
-ranks_tensor.py FOLDER [mixtures]  # each rank writes {variant: {what: SHA-256}}: logprobs, gradients, what is generated
+Each rank writes {variant: {what: SHA-256}}: logprobs, gradients, what is generated.
 """
 
 import hashlib
 import json
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -201,7 +200,6 @@ def of_mixtures(ops, found: dict) -> None:
 
 
 def main(folder: Path, kind: str = "dense") -> None:
-    torch.set_num_threads(1)
     ranks = "RANK" in os.environ
     if ranks:
         dist.init_process_group("gloo")
@@ -214,7 +212,3 @@ def main(folder: Path, kind: str = "dense") -> None:
     if ranks:
         dist.barrier()
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])

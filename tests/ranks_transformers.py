@@ -1,11 +1,10 @@
-"""Run by tests/test_tensor_parallel.py under torchrun, or alone: a small Qwen3 and a Llama after `apply`, over ranks.
+"""Run by tests/test_tensor_parallel.py on each rank, or alone: a small Qwen3 and a Llama after `apply`, over ranks.
 
-ranks_transformers.py FOLDER      # each rank writes {model: {what: SHA-256}}
+Each rank writes {model: {what: SHA-256}}.
 """
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -104,7 +103,6 @@ def refused(group: dist.ProcessGroup) -> dict[str, str]:
 
 
 def main(folder: Path) -> None:
-    torch.set_num_threads(1)
     group = None
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
@@ -116,7 +114,3 @@ def main(folder: Path) -> None:
     if group:
         dist.barrier()
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

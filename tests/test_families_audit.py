@@ -33,7 +33,7 @@ def test_what_runs_at_published_widths_runs_tiny(name, session, tmp_path):
     rows = families_at_width.real_widths(session, [name], tmp_path, small=True)
     assert not needs_fix(rows), [(r.layout, r.detail, r.mismatches) for r in needs_fix(rows)]
     splits = {r.layout for r in rows if r.relation == "gradient invariance" and r.inputs == "normal" and not r.control}
-    assert len(splits) == 9, "each against one call"
+    assert len(splits) == families_at_width.SMALL.splits - 1, "each against one call"
     layouts = {r.layout for r in rows}
     assert {"batch", "left_padded", "packed", "chunked", "decode", "generate, batch 3", "cuda_graph"} <= layouts
     assert sum(r.control for r in rows) == 2

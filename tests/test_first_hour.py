@@ -111,7 +111,6 @@ def test_the_quick_run_of_every_op(clone):
     assert git("status", "--porcelain", cwd=clone) == "", "a run leaves the clone as it was"
 
 
-@pytest.mark.parametrize("command", ["bi-audit list", "bi-audit report"])
-def test_a_cheap_command_leaves_nothing_in_the_clone(command, clone):
-    said, _ = shell(command, clone)
+def test_a_cheap_command_leaves_nothing_in_the_clone(clone):
+    said, _ = shell("bi-audit report", clone)
     assert said.endswith("status 0\n") and "??" not in git("status", "--porcelain", cwd=clone), said

@@ -94,15 +94,24 @@ def step(split, kind="packed", padded=False, dtype=torch.bfloat16, main_grad=Tru
 SPLITS = ([[0, 1, 2, 3, 4]], [[0], [1], [2], [3], [4]], [[0, 1], [2, 3, 4]])
 
 
+CUTS = [*itertools.product(SPLITS, ("packed", "permuted", "left", "right"), (False, True))]
+FEW = CUTS[1::5]  # each split and each layout, padded and not
+
+
+@pytest.mark.parametrize("cuts", [pytest.param(CUTS, marks=pytest.mark.slow), FEW], ids=len)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("transposed", [False, True])
-def test_gradients_depend_on_no_split_layout_or_padding(dtype, transposed):
+def test_gradients_depend_on_no_split_layout_or_padding(dtype, transposed, cuts):
     wanted = step(SPLITS[0], dtype=dtype, transposed=transposed)
-    for split in SPLITS:
-        for kind in ("packed", "permuted", "left", "right"):
-            for padded in (False, True):
-                found = step(split, kind, padded, dtype, transposed=transposed)
-                assert all(torch.equal(a, b) for a, b in zip(found, wanted)), (split, kind, padded)
+    for split, kind, padded in cuts:
+        found = step(split, kind, padded, dtype, transposed=transposed)
+        assert all(torch.equal(a, b) for a, b in zip(found, wanted)), (split, kind, padded)
+
+
+def test_gradients_of_bf16_depend_on_no_cut():
+    wanted = step(SPLITS[0])
+    for cut in CUTS:
+        assert all(torch.equal(a, b) for a, b in zip(step(*cut), wanted)), cut
 
 
 def test_a_gradient_without_main_grad_is_the_fold_rounded_once():

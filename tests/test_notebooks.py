@@ -14,7 +14,7 @@ import papermill
 import pytest
 from conftest import ROW, run, wait_for
 from papermill.exceptions import PapermillExecutionError
-from test_runs import started
+from test_runs import ARGUMENTS, started
 
 from bi_kernels.audit import cli, start
 from bi_kernels.audit.findings import read_rows, write_rows
@@ -160,10 +160,16 @@ def test_a_variant_of_the_parameters_runs_and_repeats(tmp_path):
     assert nbval(path) == {"variant": failed}
 
 
-def test_a_wrong_parameter_is_one_sentence(tmp_path):
-    with pytest.raises(PapermillExecutionError) as error:
-        execute(NOTEBOOKS[1], tmp_path / "out.ipynb", dtype="bf61")
-    assert (error.value.ename, error.value.evalue) == ("ValueError", "dtype is 'bf61', expected all, bf16, fp16, fp32")
+def setup_of(notebook: nbformat.NotebookNode) -> str:
+    """Returns the code that sets the parameters and begins the audit."""
+    tags = {"parameters", "injected-parameters", "setup"}
+    cells = [c for c in notebook.cells if tags & {*c.metadata.get("tags", [])}]
+    return "\n".join(line for c in cells for line in c.source.splitlines() if not line.startswith("%"))
+
+
+def test_a_wrong_parameter_is_one_sentence():
+    with pytest.raises(ValueError, match="^dtype is 'bf61', expected all, bf16, fp16, fp32$"):
+        exec(setup_of(parameterized(NOTEBOOKS[1], {"dtype": "bf61"})), {})
 
 
 @pytest.mark.parametrize(
@@ -178,9 +184,7 @@ def test_an_unknown_parameter_is_one_sentence(audit, given):
 
 def test_a_copy_of_a_notebook_finds_its_helpers_from_any_folder(tmp_path):
     """As a report's notebook does for whoever opens it: only `start` knows where the helpers are."""
-    notebook = nbformat.read(audits()["rms_norm"].notebook, as_version=4)
-    cells = [c for c in notebook.cells if {"parameters", "setup"} & {*c.metadata.get("tags", [])}]
-    code = "\n".join(line for c in cells for line in c.source.splitlines() if not line.startswith("%"))
+    code = setup_of(nbformat.read(audits()["rms_norm"].notebook, as_version=4))
     done = run(sys.executable, "-c", code, cwd=tmp_path)
     assert "from helpers" in code and done.returncode == 0, done.stderr
 
@@ -210,7 +214,7 @@ def test_a_passing_run_writes_whole_reports_and_merges_into_the_folder(tmp_path,
         write_rows(out / name / "verdicts.json", [ROW.json()])
     (out / "dtype" / "left over").touch()
     monkeypatch.chdir(tmp_path)
-    done = bi_audit("run", "dtype", "--dtype", "fp32", "-p", "op", "scale", "--out", "out")
+    done = bi_audit("run", "dtype", "--dtype", "fp32", "-p", "op", "scale", "--quick", "--out", "out")
     assert done.returncode == 0 and re.search(r"^dtype: \d+ checks, 0 need", done.err, re.M), done
     names = {p.name for p in (out / "dtype").iterdir()}
     assert {"README.md", "notebook.ipynb", "provenance.json", "verdicts.json"} < names and "left over" not in names
@@ -231,15 +235,27 @@ def widest(markdown: str) -> int:
     return max(line.count("|") - line.count(r"\|") - 1 for line in markdown.splitlines() if line.startswith("|"))
 
 
+# Computes until the first verdicts are recorded.
+SCALE = """import os
+import time
+
+
+def scale(x, factor):
+    time.sleep(600 * os.path.exists(f"{os.environ['BI_AUDIT_OUT']}/verdicts.json"))
+    return x * factor
+"""
+
+
 def test_ctrl_c_leaves_finished_reports_whole(tmp_path):
-    finished = tmp_path / "out" / "gemm" / "README.md"
+    (tmp_path / "mine.py").write_text(SCALE)
+    finished = tmp_path / "out" / "dtype" / "README.md"
     finished.parent.mkdir(parents=True)
     finished.write_text("finished before")
     (finished.parent / "verdicts.json").write_text("[]")
     own = lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's `&` has it ignored
-    child = started("run", "gemm", "--out", "out", cwd=tmp_path, start_new_session=True, preexec_fn=own)
+    child = started(*ARGUMENTS, cwd=tmp_path, start_new_session=True, preexec_fn=own)
     try:
-        wait_for(tmp_path / "out" / f".gemm.{child.pid}.partial" / "verdicts.json", child)
+        wait_for(tmp_path / "out" / f".dtype.{child.pid}.partial" / "verdicts.json", child)
         os.killpg(child.pid, signal.SIGINT)
         said = child.communicate(timeout=60)[1]
     finally:
@@ -247,7 +263,7 @@ def test_ctrl_c_leaves_finished_reports_whole(tmp_path):
             os.killpg(child.pid, signal.SIGKILL)
     assert child.returncode == 130 and "interrupted" in said and "Traceback" not in said, said
     assert finished.read_text() == "finished before" and not [*(tmp_path / "out").glob(".*.partial")]
-    assert "out/.gemm.interrupted" in said and read_rows(tmp_path / "out" / ".gemm.interrupted")
+    assert "out/.dtype.interrupted" in said and read_rows(tmp_path / "out" / ".dtype.interrupted")
 
 
 def test_every_notebook_is_an_audits_or_a_workbench():

@@ -1,19 +1,17 @@
 """Data parallelism by a fixed tree: the same gradients and weights at every world size, and what must not pass."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+import ranks_data
 import torch
+from conftest import run_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 
 from bi_kernels.grads import MainGrads
 from bi_kernels.parallel.tree import GroupTree, added, middle, whole
 
-SCRIPT = Path(__file__).with_name("ranks_data.py")
 GROUPS = 8
 
 
@@ -71,10 +69,8 @@ def test_a_rank_keeps_few_buffers_and_adds_as_the_tree_does(groups):
 def found(tmp_path_factory) -> list[dict]:
     """What tests/ranks_data.py found in one process, and in three; the notebook `world` asks two and four."""
     files = [tmp_path_factory.mktemp("found") / f"{ranks}.json" for ranks in (1, 3)]
-    for file, run in zip(files, ([], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"])):
-        command = [sys.executable, *run, str(SCRIPT), str(file), str(GROUPS)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
+    ranks_data.main(files[0], GROUPS)
+    run_ranks(3, "ranks_data:main", files[1], GROUPS)
     return [json.loads(file.read_text()) for file in files]
 
 

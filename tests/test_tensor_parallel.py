@@ -1,15 +1,16 @@
 """Tensor parallelism: the bits of one rank, and worlds that end badly. Notebook `world` judges whole worlds."""
 
 import json
-import os
 import subprocess
-import sys
 import time
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+import ranks_tensor
+import ranks_transformers
 import torch
-from conftest import slow_but
+from conftest import run_ranks, slow_but
 from hypothesis import given
 from hypothesis import strategies as st
 from ranks_tensor import MIXTURES, SEQUENCE, VARIANTS
@@ -27,33 +28,27 @@ from bi_kernels.ops.vocabulary import BLOCK
 from bi_kernels.parallel.vocabulary import share
 from helpers import parallelism, scaling_model
 
-SCRIPT = Path(__file__).with_name("ranks_tensor.py")
-TRANSFORMERS = SCRIPT.with_name("ranks_transformers.py")
-RUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 
-
-def of_all(script: Path, folder: Path, *more: str) -> dict[str, dict]:
-    """Returns everything that a script found in one process, "one", and in each rank of two, "0" and "1"."""
-    for run in ([sys.executable], [*RUN, "2"]):
-        command = [*run, str(script), str(folder), *more]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
-        assert done.returncode == 0, done.stderr[-3000:]
+def of_all(module: ModuleType, folder: Path, *more: str) -> dict[str, dict]:
+    """Returns everything that `main` of a module found in one process, "one", and in each rank of two, "0" and "1"."""
+    module.main(folder, *more)
+    run_ranks(2, f"{module.__name__}:main", folder, *more)
     return {file.stem: json.loads(file.read_text()) for file in folder.glob("*.json")}
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory) -> dict[str, dict]:
-    return of_all(SCRIPT, tmp_path_factory.mktemp("tensor"))
+    return of_all(ranks_tensor, tmp_path_factory.mktemp("tensor"))
 
 
 @pytest.fixture(scope="module")
 def mixtures(tmp_path_factory) -> dict[str, dict]:
-    return of_all(SCRIPT, tmp_path_factory.mktemp("mixtures"), "mixtures")
+    return of_all(ranks_tensor, tmp_path_factory.mktemp("mixtures"), "mixtures")
 
 
 @pytest.fixture(scope="module")
 def applied(tmp_path_factory) -> dict[str, dict]:
-    return of_all(TRANSFORMERS, tmp_path_factory.mktemp("transformers"))
+    return of_all(ranks_transformers, tmp_path_factory.mktemp("transformers"))
 
 
 @pytest.mark.slow
@@ -233,7 +228,6 @@ def test_ranks_share_whole_blocks_of_a_vocabulary_in_order(rows, ranks):
     ),
 )
 def test_a_rank_that_ends_badly_is_one_sentence_and_loses_nothing(strategy, seconds, expected, tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(SCRIPT.parent), os.getenv("PYTHONPATH")))))
     jobs = [{"strategy": name, "config": (2, 1)} for name in (f"{HERE}:EXCHANGED", TIMING, f"ranks_faults:{strategy}")]
     told, begun = {"shapes": "tiny", "dtype": "bf16", "seed": 0, "device": "cpu"}, time.monotonic()
     told["jobs"] = jobs

@@ -109,7 +109,7 @@ class Sizes(NamedTuple):
     graph: tuple[int, int, int] = (4, 64, 32)
 
 
-SMALL = Sizes((5, 40, 12), (1, 19, 5, 16), 10, ((1, 2), (3, 3)), (2, 5, 2))
+SMALL = Sizes((5, 40, 12), (1, 19, 5, 16), 4, ((1, 2), (3, 3)), (2, 5, 2))
 
 
 def config_of(name: str) -> hf.PreTrainedConfig:

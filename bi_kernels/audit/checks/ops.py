@@ -18,7 +18,7 @@ from bi_kernels.audit.targets.op_step import Step
 from bi_kernels.contract import VARIANT
 
 QUICK = ("singles", "batch", "left_padded:16", "chunked:7", "decode")  # layouts of a quick audit
-QUICK_ATTENTION = ("batch", "chunked:7", "decode")  # whose calls are many
+QUICK_ATTENTION = ("batch", "chunked:7", "decode")  # whose calls are many; the last not of its variants
 QUICK_GRADIENTS = ("singles", "batch", "permuted")
 
 
@@ -79,7 +79,8 @@ def quick(subject: OpUnderTest, wants_forward: bool = True, wants_backward: bool
         return [refused]
     rows: list[Row] = []
     if wants_forward:
-        rows += forward.by_layout(subject, QUICK_ATTENTION if subject.problem.op.cache else QUICK)
+        of_attention = QUICK_ATTENTION[: -1 if subject.problem.brief else None]
+        rows += forward.by_layout(subject, of_attention if subject.problem.op.cache else QUICK)
         rows += subject.attempt("accuracy", "rows", lambda: forward.accuracy(subject), against="fp64")
     if wants_backward:
         step = Step(subject, CANCELLING)
