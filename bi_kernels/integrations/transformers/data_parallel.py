@@ -75,13 +75,38 @@ def adopt_ddp(ddp: DistributedDataParallel) -> None:
     """Lets the tree join the gradients of a DistributedDataParallel. Raises ValueError if it has another hook."""
     if JOINED in ddp.__dict__:
         return
+    ddp.__dict__[JOINED] = set()
     try:
         ddp.register_comm_hook(ddp.process_group, _join_bucket)
     except RuntimeError as error:
         raise ValueError(
             "apply: the DistributedDataParallel has a communication hook, expected none: ours joins the gradients"
         ) from error
-    ddp.__dict__[JOINED] = True
+
+
+def check_reached(ddp: DistributedDataParallel, parameters: Iterable[nn.Parameter], out: Iterable[Tensor]) -> None:
+    """Raises ValueError for a parameter that autograd does not reach, which DDP would sum before its fold is complete.
+
+    A graph is looked at once for each kind of call: with and without autocast, training or not.
+    """
+    seen = ddp.__dict__[JOINED]
+    if (kind := (torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu"), ddp.training)) in seen:
+        return
+    todo = [t.grad_fn for t in out if t.grad_fn is not None]
+    known, reached = {*todo}, set()
+    for node in todo:  # grows
+        if hasattr(node, "variable"):
+            reached.add(id(node.variable))
+        for n, _ in node.next_functions:
+            if n is not None and n not in known:
+                known.add(n)
+                todo.append(n)
+    if missed := [p for p in parameters if id(p) not in reached]:
+        raise ValueError(
+            f"apply: in a DistributedDataParallel, a parameter of shape {tuple(missed[0].shape)} is cast or viewed by code "
+            "that apply routes, where autograd does not see it; expected weights of the dtype of autocast, or FSDP2"
+        )
+    seen.add(kind)
 
 
 @torch.no_grad()

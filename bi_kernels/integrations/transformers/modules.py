@@ -19,7 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 import bi_kernels as bi
 from bi_kernels.checks import can_wait
 from bi_kernels.integrations.transformers.attention import CHUNK, NAME, PAGED, attention, paged_attention
-from bi_kernels.integrations.transformers.data_parallel import adopt_ddp, adopt_fsdp, own
+from bi_kernels.integrations.transformers.data_parallel import adopt_ddp, adopt_fsdp, check_reached, own
 from bi_kernels.integrations.transformers.experts import experts_forward
 from bi_kernels.integrations.transformers.gradients import Folds, tensors
 from bi_kernels.integrations.transformers.layout import Call, arguments, current, names_arguments, put, read
@@ -362,6 +362,8 @@ def _in_a_call(self: nn.Module, forward: Callable, args: tuple, kwargs: dict, is
         whole, promised = own(sharded), self.__dict__.get(FOLDED, ())
         named = {n: whole.get(id(p), p) for n, p in self.named_parameters() if p.requires_grad and n in promised}
         call.folds.beside = {n: p for n, p in named.items() if id(p) not in call.folds.parameters}
+    if ddp is not None:
+        check_reached(ddp, call.folds.parameters.values(), tensors(out))
     call.folds.attach(out)
     if ours:
         for t in tensors(out):
