@@ -61,7 +61,7 @@ NAMES = ("the rollout", "training")
 LOG2, LOG10 = float(np.log(2)), float(np.log(10))
 SURE = -14.0  # log of the probability that chance alone splits the tokens as seen
 FEW = 20  # tokens below which no rule about distributions is asked
-BF16_KL, QUANTISED_KL = 2.0**-12, 2.0**-6  # KL (k3) up to which bf16 sums of a few layers, or 8 bits, explain noise
+BF16_KL, QUANTISED_KL = 2.0**-11, 2.0**-6  # KL (k3) up to which bf16 sums of a few layers, or 8 bits, explain noise
 MASS = 0.05  # |Δ| that padded rows of a vocabulary stay below
 FP32_SIZE = 2.0**-12  # mean |Δ| of sums in fp32
 
@@ -113,27 +113,24 @@ def _rows(sides: Sides) -> list[Hint]:
         if len(dropped):
             hints.append(Hint(Cause.DUPLICATED, f"{name.capitalize()} has places more than once; the first of each was compared. Check retries, preempted requests, and rows that a sampler or a gather over ranks repeats to fill a batch."))
     r, t = sides.rollout.take(sides.both[0]), sides.training.take(sides.both[1])
-    shift = _ids(sides, r, t, hints)
+    if _ids(sides, r, t, hints):
+        return hints
     for side, (name, other) in enumerate((NAMES, NAMES[::-1])):
         alone = sides.alone(side)
-        if not alone.any() or shift:
-            continue
         c = (sides.rollout, sides.training)[side]
         starts, lengths = runs(c.sample)
-        paired = ~alone
         rows = np.arange(len(c))
-        last = np.maximum.reduceat(np.where(paired, rows, -1), starts).repeat(lengths)[alone]
-        first = np.minimum.reduceat(np.where(paired, rows, len(c)), starts).repeat(lengths)[alone]
-        mine, have = rows[alone], f"{name} has {int(alone.sum()):,} tokens that {other} lacks"
-        if (last < 0).all():
-            what = f"{have}: all those of {len(np.unique(c.sample[alone])):,} samples. Check filters, a dropped last batch, and samples that one side cut off."
-            hints.append(Hint(Cause.DROPPED_SAMPLE, what))
-        elif (mine < first).all():
-            hints.append(Hint(Cause.PROMPT, f"{have}, all before the first one that both have. Check that both record the completion only, or both the prompt too."))
-        elif (mine > last).all():
-            hints.append(Hint(Cause.END, f"{have}, all after the last one that both have. Check whether the end-of-sequence token counts, and the longest length on each side."))
-        else:
-            hints.append(Hint(Cause.SCATTERED, f"{have}, in the middle of samples. Check the loss mask, and what the recorder leaves out."))
+        last = np.maximum.reduceat(np.where(alone, -1, rows), starts).repeat(lengths)
+        first = np.minimum.reduceat(np.where(alone, len(c), rows), starts).repeat(lengths)
+        whole, before, after = last < 0, rows < first, rows > last
+        for cause, mask, told in (
+            (Cause.DROPPED_SAMPLE, whole, "all tokens of samples that the other lacks. Check filters, a dropped last batch, and samples that one side cut off"),
+            (Cause.PROMPT, before & ~whole, "all before the first one that both have. Check that both record the completion only, or both the prompt too"),
+            (Cause.END, after & ~whole, "all after the last one that both have. Check whether the end-of-sequence token counts, and the longest length on each side"),
+            (Cause.SCATTERED, ~(before | after), "in the middle of samples. Check the loss mask, and what the recorder leaves out"),
+        ):
+            if count := int((alone & mask).sum()):
+                hints.append(Hint(cause, f"{name.capitalize()} has {count:,} tokens that {other} lacks, {told}."))
     bad = [(name, c.logprob[~np.isfinite(c.logprob)]) for name, c in zip(NAMES, (r, t))]
     for name, values in bad:
         if len(values):
@@ -262,7 +259,7 @@ def _where(p: Pairs) -> Hint | None:
     return Hint(Cause.POSITION, f"The logprobs {agree} {side}. Check what begins there: split-KV in decode, a chunk of prefill, a sliding window, rope scaling.")
 
 
-CONTRAST = 16
+CONTRAST = 6
 
 
 def _split(by: np.ndarray, size: np.ndarray, exact: bool) -> tuple[float, int, bool] | None:
@@ -285,14 +282,22 @@ def _split(by: np.ndarray, size: np.ndarray, exact: bool) -> tuple[float, int, b
     return (float(1 - CONTRAST / np.exp(abs(ratio[at]))), int(values[at + 1]), bool(ratio[at] > 0)) if np.exp(abs(ratio[at])) > CONTRAST else None
 
 
+def _unrelated(p: Pairs) -> Hint | None:
+    if len(p.token) < FEW or not p.rollout.std() or np.abs(p.delta).mean() < 0.5:
+        return None
+    if not p.training.std() or np.corrcoef(p.rollout, p.training)[0, 1] < 0.3:
+        return Hint(Cause.UNRELATED, "The logprobs of the two sides hardly depend on each other. Check that labels are shifted by one, and that both sides load the same checkpoint and see the same prompt.")
+    return None
+
+
 def _penalty(p: Pairs) -> Hint | None:
     order = np.lexsort((p.position, p.token, p.sample))
     again = np.zeros(len(order), bool)
     again[order[1:]] = (np.diff(p.sample[order]) == 0) & (np.diff(p.token[order]) == 0)
     for sign, name in ((1, NAMES[0]), (-1, NAMES[1])):
         d = sign * p.delta
-        fits = np.where(again, d > 0, d < 0)
-        if min(again.sum(), (~again).sum()) >= FEW and min(fits[again].mean(), fits[~again].mean()) > 0.9:
+        large = [d[rows][np.abs(d[rows]) >= np.median(np.abs(d[rows]))] for rows in (again, ~again) if rows.any()]
+        if min(map(len, large)) >= FEW and len(large) == 2 and min(np.mean(large[0] > 0), np.mean(large[1] < 0)) > 0.9:
             return Hint(Cause.PENALTY, f"Tokens that occurred before in their sample have smaller logprobs in {name}, all others larger ones. Check for a repetition, presence or frequency penalty there.")
     return None
 
@@ -301,7 +306,7 @@ def _one_sided(p: Pairs) -> Hint | None:
     d = p.delta
     energy = float(d @ d)
     sign = np.sign(d.sum())
-    if len(d) < FEW or float(d[d * sign < 0] @ d[d * sign < 0]) > energy * 2.0**-12:
+    if len(d) < FEW or float(d[d * sign < 0] @ d[d * sign < 0]) > energy * 2.0**-6:
         return None
     high, low = NAMES if sign < 0 else NAMES[::-1]
     upper = p.rollout if sign < 0 else p.training
@@ -323,9 +328,9 @@ def _scaled(p: Pairs) -> Hint | None:
         return None
     deep = p.rollout < min(-1.0, float(np.median(p.rollout)))
     ratio = p.training[deep] / p.rollout[deep]  # a temperature T bounds it by 1 / T, on one side
-    factor = 1 / np.quantile(ratio, 0.02 if follows > 0 else 0.98) if len(ratio) >= FEW else 1.0
+    factor = 1 / np.quantile(ratio, 0.005 if follows > 0 else 0.995) if len(ratio) >= FEW else 1.0
     flat, sharp = NAMES[follows > 0], NAMES[follows < 0]
-    near = f", as temperature {factor:.2g} would" * bool(abs(factor - 1) > 2.0**-6)
+    near = f", as if training's temperature were about {factor:.2g} times the rollout's" * bool(abs(factor - 1) > 2.0**-6)
     return Hint(Cause.LOGIT_SCALE, f"Unlikely tokens are likelier in {flat}, likely ones in {sharp}{near}. Check whether both sides divide logits by the temperature, and their soft-cap and logit scale.")
 
 
@@ -333,8 +338,6 @@ def _noise(p: Pairs) -> Hint | None:
     d = p.delta
     if len(d) < FEW:
         return None
-    if np.corrcoef(p.rollout, p.training)[0, 1] < 0.3 and np.abs(d).mean() > 0.5:
-        return Hint(Cause.UNRELATED, "The logprobs of the two sides hardly depend on each other. Check that labels are shifted by one, and that both sides load the same checkpoint and see the same prompt.")
     moved = d[p.differ]
     up = float((moved > 0).mean())
     with np.errstate(over="ignore"):
@@ -368,4 +371,4 @@ def _listed(values: np.ndarray) -> str:
     return ", ".join(map(str, values[:6])) + f" and {len(values) - 6} more" * (len(values) > 6)
 
 
-RULES = (_zeros, _no_logprob, _shifted, _rounded, _unit, _batch_size, _where, _penalty, _one_sided, _scaled, _noise, _unclear)
+RULES = (_zeros, _no_logprob, _shifted, _rounded, _unit, _batch_size, _where, _unrelated, _penalty, _one_sided, _scaled, _noise, _unclear)
