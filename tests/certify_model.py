@@ -1,7 +1,7 @@
 """A language model of one attention layer that samples, decodes and rescores as engines and trainers do, each with the
 mistakes that they make."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -35,7 +35,11 @@ class Engine:
 def weights(e: Engine) -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(e.seed)
     draw = lambda *shape: torch.randn(shape, generator=g)
-    w = {"embedding": draw(VOCABULARY, WIDTH), "head": draw(VOCABULARY, WIDTH) / WIDTH**0.5, "gate": draw(WIDTH) / WIDTH**0.5}
+    w = {
+        "embedding": draw(VOCABULARY, WIDTH),
+        "head": draw(VOCABULARY, WIDTH) / WIDTH**0.5,
+        "gate": draw(WIDTH) / WIDTH**0.5,
+    }
     w |= {name: draw(WIDTH, WIDTH) / WIDTH**0.5 for name in ("q", "k", "v", "o")}
     low = draw(WIDTH, 2) @ draw(2, WIDTH) / WIDTH
     noise = {name: draw(*t.shape) * t.std() for name, t in w.items()}
@@ -69,7 +73,7 @@ def logits(ids: torch.Tensor, lengths: torch.Tensor, e: Engine) -> torch.Tensor:
     p = scores.masked_fill(~torch.ones(count, count).tril().bool(), -torch.inf).softmax(-1).to(e.dtype)
     y = p @ v
     if e.split:
-        parts = sum(p[:, :, i :: 3] @ v[:, i::3] for i in range(3))
+        parts = sum(p[:, :, i::3] @ v[:, i::3] for i in range(3))
         y = torch.where(torch.arange(count)[:, None] >= e.split, parts, y)
     cut = WIDTH // e.ranks
     reduced = (y[..., i * cut : (i + 1) * cut] @ w["o"][i * cut : (i + 1) * cut] for i in range(e.ranks))
@@ -115,7 +119,9 @@ def score(ids: torch.Tensor, lengths: torch.Tensor, e: Engine) -> torch.Tensor:
     return torch.cat([torch.zeros(len(ids), 1), every.gather(-1, ids[:, 1:, None])[..., 0]], 1)
 
 
-def columns(ids: torch.Tensor, lengths: torch.Tensor, values: torch.Tensor, start: int = PROMPT) -> dict[str, np.ndarray]:
+def columns(
+    ids: torch.Tensor, lengths: torch.Tensor, values: torch.Tensor, start: int = PROMPT
+) -> dict[str, np.ndarray]:
     """A capture of the completions."""
     position = torch.arange(ids.shape[1]).expand_as(ids)
     sample = torch.arange(len(ids))[:, None].expand_as(ids)

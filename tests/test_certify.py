@@ -197,7 +197,10 @@ PLANTS = {
     "BOS": (inserted(0), [Cause.TEMPLATE]),
     "a template's token": (inserted(6, 2), [Cause.TEMPLATE]),
     "another template's token": (replaced(lambda ids: (torch.arange(64) == 7).expand_as(ids)), [Cause.TEMPLATE]),
-    "tokenized again": (replaced(lambda ids: torch.arange(64) >= 9 + torch.arange(SAMPLES)[:, None] % 30), [Cause.TOKENIZER]),
+    "tokenized again": (
+        replaced(lambda ids: torch.arange(64) >= 9 + torch.arange(SAMPLES)[:, None] % 30),
+        [Cause.TOKENIZER],
+    ),
     "NaN": (values(lambda x: np.where(np.arange(len(x)) == 9, np.nan, x)), [Cause.NOT_FINITE]),
     "-inf": (values(lambda x: np.where(np.arange(len(x)) % 99 == 9, -np.inf, x)), [Cause.NOT_FINITE]),
 }
@@ -208,3 +211,160 @@ def test_a_planted_disagreement_is_found_and_named(name):
     plant, causes = PLANTS[name]
     found = certify(*plant())
     assert not found.passed and [h.cause for h in found.hints] == causes, found
+
+
+FINDINGS = {
+    "EOS missing": [Kind.MISSING],
+    "prompt tokens counted": [Kind.ADDITIONAL],
+    "rows twice": [Kind.DUPLICATES],
+    "another template's token": [Kind.TOKEN_IDS],
+    "NaN": [Kind.NOT_FINITE],
+    "temperature up": [],
+}
+
+
+@pytest.mark.parametrize("name", FINDINGS)
+def test_other_disagreements_are_findings_of_their_own(name):
+    found = certify(*PLANTS[name][0]())
+    assert [f.kind for f in found.findings] == FINDINGS[name]
+    assert (found.tokens == found.equal) == (found.max_abs == 0)
+
+
+def recorded(c, path, order=None):
+    """A capture in a file, as a recorder saves it."""
+    side = Recorder()
+    for sample in np.unique(c["sample"]) if order is None else order:
+        mine = {name: v[c["sample"] == sample] for name, v in c.items()}
+        logprob = torch.from_numpy(mine["logprob"])
+        side.add(sample, int(mine["position"][0]), mine["token"].tolist(), logprob, batch_size=4)
+    side.save(path)
+    return path
+
+
+SUFFIXES = ("safetensors", "jsonl", "parquet")
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_equal_captures_pass_in_another_format_and_order(suffix, tmp_path, bi_audit):
+    if suffix == "parquet":
+        pytest.importorskip("pyarrow")
+    rollout, _ = captures(BASE, BASE)
+    one = recorded(rollout, tmp_path / "rollout.safetensors")
+    other = recorded(rollout, tmp_path / f"training.{suffix}", reversed(range(SAMPLES)))
+    done = bi_audit("certify", one, other, "--out", tmp_path / "page")
+    page = (tmp_path / "page" / "README.md").read_text()
+    assert done.returncode == 0 and done.out.startswith(f"All {len(rollout['token']):,} logprobs are equal"), done
+    assert page.startswith("# Rollout and training: every bit agrees") and "Probably" not in page
+    rollout["logprob"][100] = np.nextafter(rollout["logprob"][100], np.float32(-99))
+    done = bi_audit("certify", one, recorded(rollout, tmp_path / f"training.{suffix}"))
+    assert done.returncode == 1 and done.out.startswith("1 of "), "one step of one number"
+
+
+def test_numbers_are_those_of_their_definitions():
+    found = certify(*PLANTS["temperature up"][0]())
+    p, ratio = found.pairs, np.exp(found.pairs.delta)
+    exact = {
+        "k1": -p.delta.mean(),
+        "k3": (ratio - 1 - p.delta).mean(),
+        "clipped": ((ratio > 1.2) | (ratio < 0.8)).mean(),
+    }
+    exact |= {"max_abs": np.abs(p.delta).max(), "mean_abs": np.abs(p.delta).mean()}
+    assert all(abs(getattr(found, name) - value) < 2.0**-40 for name, value in exact.items()), found
+    assert all(sum(g.tokens for g in groups) == found.tokens for groups in found.groups.values())
+    assert [t.delta for t in found.worst] == sorted((t.delta for t in found.worst), key=abs, reverse=True)
+    assert abs(found.worst[0].delta) == found.max_abs and found.k3 > 2.0**-10
+
+
+def test_the_page_holds_the_verdict_two_figures_and_the_command(tmp_path, bi_audit):
+    paths = [recorded(c, tmp_path / f"{i}.safetensors") for i, c in enumerate(PLANTS["kernels by batch size"][0]())]
+    done = bi_audit("certify", *paths, "--out", tmp_path / "page")
+    page, found = (tmp_path / "page" / "README.md").read_text(), certify(*paths)
+    first = int(found.pairs.sample[found.pairs.differ][0])
+    ids = json.loads((tmp_path / "page" / f"sample_{first}.json").read_text())
+    assert done.returncode == 1 and found.hints[0].text.split(".")[0] in page
+    assert ids == found.sides.rollout.token[found.sides.rollout.sample == first].tolist()
+    assert "bi-audit locate --candidate trainer.py:build" in page and f"ids of sample {first}" in page
+    assert {f.suffix for f in (tmp_path / "page").iterdir()} == {".md", ".png", ".json"}
+    assert all(f"({f.name})" in page for f in (tmp_path / "page").glob("*.png"))
+    (tmp_path / "README.md").write_text("# Mine\n")
+    done = bi_audit("certify", *paths, "--out", tmp_path)
+    assert done.returncode == 2 and (tmp_path / "README.md").read_text() == "# Mine\n"
+
+
+GOOD = {"sample": 0, "position": 1, "token": 2, "logprob": -0.5}
+LINE = json.dumps(GOOD)
+BAD = {
+    "a.csv": ("sample,position\n", ["a.csv", "'.csv'", ".jsonl"]),
+    "nowhere.jsonl": (None, ["nowhere.jsonl", "not a file"]),
+    "empty.jsonl": ("", ["empty.jsonl", "empty"]),
+    "blank.jsonl": ("\n\n", ["blank.jsonl", "no token"]),
+    "cut.jsonl": (f"{LINE}\n{LINE}\n{LINE[:20]}", ["cut.jsonl", "line 3", "not JSON"]),
+    "list.jsonl": (f"{LINE}\n[1]\n", ["list.jsonl", "line 2", "object"]),
+    "float.jsonl": (json.dumps(GOOD | {"token": 2.5}), ["line 1", "token", "2.5", "integer"]),
+    "nan.jsonl": (
+        f"{LINE}\n" + json.dumps(GOOD | {"position": float("nan")}),
+        ["line 2", "position", "NaN", "integer"],
+    ),
+    "text.jsonl": (json.dumps(GOOD | {"logprob": "-1"}), ["line 1", "logprob", '"-1"', "number"]),
+    "some.jsonl": (f"{LINE}\n" + json.dumps({"sample": 1}), ["line 2", "'position'"]),
+    "wrong.jsonl": (json.dumps({"sample": 1, "logp": -1.0}), ["wrong.jsonl", "'position'", "logprob"]),
+    "negative.jsonl": (json.dumps(GOOD | {"token": -100}), ["token", "-100", "from 0"]),
+    "huge.jsonl": (json.dumps(GOOD | {"sample": 2**70}), ["line 1", "sample", str(2**70), "64 bits"]),
+    "text.safetensors": (LINE, ["text.safetensors", "not a safetensors file"]),
+    "text.parquet": (LINE, ["text.parquet", "Parquet"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_file_gives_one_sentence(name, tmp_path, bi_audit):
+    text, words = BAD[name]
+    (tmp_path / "good.jsonl").write_text(f"{LINE}\n\n")
+    if text is not None:
+        (tmp_path / name).write_text(text)
+    done = bi_audit("certify", tmp_path / "good.jsonl", tmp_path / name)
+    assert done.returncode == 2 and not done.out and len(done.err.splitlines()) == 1, done
+    assert all(word in done.err for word in words), done.err
+    assert bi_audit("certify", tmp_path / "good.jsonl", tmp_path / "good.jsonl").returncode == 0
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"token": torch.ones(3)}, ["token", "float32", "integers"]),
+        ({"token": np.array([1, np.nan, 2])}, ["token is nan in row 2", "integers"]),
+        ({"token": torch.ones(2, dtype=torch.int64)}, ["token [2]", "logprob [3]", "one length"]),
+        ({"position": torch.ones(3, 1, dtype=torch.int64)}, ["position [3, 1]", "one dimension"]),
+        ({"logprob": torch.ones(3, dtype=torch.int64)}, ["logprob", "int64", "floating-point"]),
+        ({"batch_size": [1, 0, 1]}, ["batch_size is 0 in row 2", "from 1"]),
+    ],
+)
+def test_a_wrong_column_gives_one_sentence(change, words):
+    good = {name: torch.arange(3) for name in GOOD} | {"logprob": -torch.rand(3, dtype=torch.bfloat16)}
+    assert certify(good, good).passed
+    with pytest.raises(ValueError) as error:
+        certify(good, good | change)
+    assert str(error.value).startswith("training") and all(word in str(error.value) for word in words), error.value
+
+
+def test_a_recorder_refuses_what_it_cannot_save():
+    side = Recorder()
+    for arguments, word in (((0, 0, [1, 2], [0.5]), "shapes"), ((0, [0, 1, 2], [1, 2], [0.5, 1]), "(3,)")):
+        with pytest.raises(ValueError, match=word.replace("(", r"\(").replace(")", r"\)")):
+            side.add(*arguments)
+    with pytest.raises(ValueError, match="no token"):
+        certify(side, side)
+    side.add(0, 0, [1], [-0.5])
+    assert certify(side, side).passed
+    side.add(0, 1, [1], [-0.5], batch_size=2)
+    with pytest.raises(ValueError, match="batch_size"):
+        side.columns()
+
+
+def test_it_needs_neither_triton_nor_pyarrow(tmp_path):
+    (tmp_path / "a.jsonl").write_text(LINE)
+    code = "import sys; sys.modules |= dict.fromkeys(('triton', 'pyarrow')); from bi_kernels.audit import certify\n"
+    code += "print(certify('a.jsonl', 'a.jsonl').passed)\ntry: certify('a.jsonl', 'a.parquet')\n"
+    code += "except ValueError as error: print(error)"
+    (tmp_path / "a.parquet").write_text(LINE)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.splitlines()[0] == "True" and "pip install pyarrow" in done.stdout, done

@@ -244,7 +244,9 @@ def _parsed(lines: list[bytes], first: int, path: Path) -> list[dict]:
             rows.append(json.loads(line))
         except ValueError:
             start = line.decode(errors="replace").strip()[:60]
-            raise ValueError(f"{path}, line {number}: {start!r} is not JSON, expected an object of the fields") from None
+            raise ValueError(
+                f"{path}, line {number}: {start!r} is not JSON, expected an object of the fields"
+            ) from None
         if type(rows[-1]) is not dict:
             raise ValueError(f"{path}, line {number}: {type(rows[-1]).__name__}, expected an object of the fields")
     return rows

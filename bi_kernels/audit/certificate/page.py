@@ -48,7 +48,11 @@ def effect(c) -> list[str]:
     if c.tokens == c.equal:
         return []
     low, high = c.ratios
-    clipped = f"PPO's clip at {CLIP} touches {share(c.clipped)} of the tokens" if c.clipped else f"PPO's clip at {CLIP} touches none"
+    clipped = (
+        f"PPO's clip at {CLIP} touches {share(c.clipped)} of the tokens"
+        if c.clipped
+        else f"PPO's clip at {CLIP} touches none"
+    )
     return [
         f"Equal bits: {share(c.equal / c.tokens)}. Mean |Δ| {c.mean_abs:.3g}. KL(rollout ‖ training) {c.k3:.3g} by k3, {c.k1:.3g} by k1.",
         f"Ratios reach from {low:.4g} to {high:.4g}; {clipped}.",
@@ -138,7 +142,9 @@ def write(c, folder) -> None:
 
 def _body(c, level: str, ids: str, figures: bool) -> str:
     parts = [f"{TITLE}: {'every bit agrees' if c.passed else 'they differ'}"]
-    parts += [f"{MARK[PASS if c.passed else NEEDS_FIX]} **{escape.text(verdict(c))}** {escape.text(' '.join(effect(c)))}".strip()]
+    parts += [
+        f"{MARK[PASS if c.passed else NEEDS_FIX]} **{escape.text(verdict(c))}** {escape.text(' '.join(effect(c)))}".strip()
+    ]
     if c.findings:
         parts += ["\n".join(f"- {escape.text(f.text)}" for f in c.findings)]
     parts += [f"**{escape.text(_likely(h))}** {escape.text(h.text)}" for h in c.hints]
@@ -169,18 +175,28 @@ def _columns(rows: list[dict[str, str]]) -> list[str]:
     if not rows:
         return []
     width = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
-    return ["  " + "  ".join(row[name].rjust(width[name]) for name in width) for row in [dict(zip(width, width)), *rows]]
+    return [
+        "  " + "  ".join(row[name].rjust(width[name]) for name in width) for row in [dict(zip(width, width)), *rows]
+    ]
 
 
 # Figures
 
 
 def logprobs_title(c) -> str:
-    return "Every token on the line: all bits agree" if not c.max_abs else f"Δ against the logprob: at most {c.max_abs:.2g}"
+    return (
+        "Every token on the line: all bits agree"
+        if not c.max_abs
+        else f"Δ against the logprob: at most {c.max_abs:.2g}"
+    )
 
 
 def where_title(c) -> str:
-    return "Nothing differs at any position" if not c.max_abs else f"{share(c.clipped)} of the tokens leave PPO's clip range"
+    return (
+        "Nothing differs at any position"
+        if not c.max_abs
+        else f"{share(c.clipped)} of the tokens leave PPO's clip range"
+    )
 
 
 def logprobs_figure(c) -> Figure:
