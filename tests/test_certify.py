@@ -138,6 +138,7 @@ def zeros():
     return tuple(rollout | {"logprob": np.where(at, zero, rollout["logprob"])} for zero in (0.0, -0.0))
 
 
+LATER = torch.arange(64)
 PLANTS = {
     # the values
     "temperature up": (of(temperature=1.3), [Cause.LOGIT_SCALE]),
@@ -196,7 +197,7 @@ PLANTS = {
     "positions with padding": (changed(lambda c: c | {"position": c["position"] + c["sample"] % 5}), [Cause.POSITIONS]),
     "BOS": (inserted(0), [Cause.TEMPLATE]),
     "a template's token": (inserted(6, 2), [Cause.TEMPLATE]),
-    "another template's token": (replaced(lambda ids: (torch.arange(64) == 7).expand_as(ids)), [Cause.TEMPLATE]),
+    "another template's token": (replaced(lambda ids: (LATER == 7).expand_as(ids)), [Cause.TEMPLATE]),
     "tokenized again": (
         replaced(lambda ids: torch.arange(64) >= 9 + torch.arange(SAMPLES)[:, None] % 30),
         [Cause.TOKENIZER],

@@ -163,7 +163,8 @@ def _read_safetensors(path: Path) -> dict:
 
     try:
         with safe_open(path, "pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys() if name in FIELDS} or dict.fromkeys(file.keys())
+            names = [*file.keys()]
+            return {name: file.get_tensor(name) for name in names if name in FIELDS} or dict.fromkeys(names)
     except SafetensorError as error:
         raise ValueError(f"{path} is not a safetensors file ({error})") from None
 

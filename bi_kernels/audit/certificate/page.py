@@ -54,7 +54,8 @@ def effect(c) -> list[str]:
         else f"PPO's clip at {CLIP} touches none"
     )
     return [
-        f"Equal bits: {share(c.equal / c.tokens)}. Mean |Δ| {c.mean_abs:.3g}. KL(rollout ‖ training) {c.k3:.3g} by k3, {c.k1:.3g} by k1.",
+        f"Equal bits: {share(c.equal / c.tokens)}. Mean |Δ| {c.mean_abs:.3g}.",
+        f"KL(rollout ‖ training) {c.k3:.3g} by k3, {c.k1:.3g} by k1.",
         f"Ratios reach from {low:.4g} to {high:.4g}; {clipped}.",
     ]
 
@@ -72,7 +73,8 @@ def where_to_look(c, ids: str = "") -> list[str]:
     sample = int(c.pairs.sample[c.pairs.differ][0])
     of = f" (completion: {ids})" * bool(ids)
     return [
-        f"Where both sides run, name the first op that differs: let build() return the model and the ids of sample {sample}{of}.",
+        "Where both sides run, locate names the first op that differs. "
+        f"Let build() return the model and the ids of sample {sample}{of}.",
         "bi-audit locate --candidate engine.py:build --layouts decode --record run.dir",
         "bi-audit locate --candidate trainer.py:build --layouts batch --against run.dir",
     ]
@@ -161,7 +163,7 @@ def _body(c, level: str, ids: str, figures: bool) -> str:
 
 
 def _likely(hint) -> str:
-    return "Cause unclear." if hint.cause == Cause.UNCLEAR else f"Probably {hint.cause}."
+    return f"{'Cause' if hint.cause == Cause.UNCLEAR else 'Probably'} {hint.cause.title}."
 
 
 def _sizes(c) -> str:
