@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -212,6 +213,13 @@ def test_a_planted_disagreement_is_found_and_named(name):
     plant, causes = PLANTS[name]
     found = certify(*plant())
     assert not found.passed and [h.cause for h in found.hints] == causes, found
+
+
+def test_the_document_lists_every_cause():
+    text = (Path(__file__).parents[1] / "docs" / "certify.md").read_text(encoding="utf-8")
+    assert all(f"| `{c.name}` | {c.title} | {c.check} |" in text for c in Cause)
+    planted = {c for _, causes in PLANTS.values() for c in causes}
+    assert len(PLANTS) >= 30 and planted == {*Cause} - {Cause.UNCLEAR}
 
 
 FINDINGS = {

@@ -144,9 +144,8 @@ def write(c, folder) -> None:
 
 def _body(c, level: str, ids: str, figures: bool) -> str:
     parts = [f"{TITLE}: {'every bit agrees' if c.passed else 'they differ'}"]
-    parts += [
-        f"{MARK[PASS if c.passed else NEEDS_FIX]} **{escape.text(verdict(c))}** {escape.text(' '.join(effect(c)))}".strip()
-    ]
+    mark = MARK[PASS if c.passed else NEEDS_FIX]
+    parts += [" ".join([f"{mark} **{escape.text(verdict(c))}**", *map(escape.text, effect(c))])]
     if c.findings:
         parts += ["\n".join(f"- {escape.text(f.text)}" for f in c.findings)]
     parts += [f"**{escape.text(_likely(h))}** {escape.text(h.text)}" for h in c.hints]
