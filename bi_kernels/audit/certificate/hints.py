@@ -28,6 +28,7 @@ class Cause(Enum):
     )
     # values
     ZERO_SIGN = "the sign of zeros", "a multiplication by a mask; it changes no ratio"
+    MASKED = "zeros in place of logprobs", "whether a loss mask multiplied the logprobs of that side"
     SIGN = "the opposite sign", "for a loss (−logprob) in place of the logprob"
     NO_LOGPROB = "values that are no logprobs", "for the entropy, the probability or the logit in their place"
     SHIFTED = "logprobs shifted by a position", "which token a logit predicts: logits[:, :-1] go with labels[:, 1:]"
@@ -195,6 +196,13 @@ def _zeros(p: Pairs) -> Hint | None:
     return None if p.delta.any() else Hint(Cause.ZERO_SIGN, "Only the sign of zeros differs.")
 
 
+def _masked(p: Pairs) -> Hint | None:
+    for values, _, name in _sides(p):
+        if not values[p.differ].any():
+            return Hint(Cause.MASKED, f"The logprob is 0 in {name} wherever the two sides differ.")
+    return None
+
+
 def _no_logprob(p: Pairs) -> Hint | None:
     for values, other, name in _sides(p):
         if np.mean(values > 2.0**-6) > 0.05:  # beyond what rounding does to a logprob of zero
@@ -225,7 +233,8 @@ def _rounded(p: Pairs) -> Hint | None:
                     Cause.ROUNDED, f"Every logprob of {name} is a {dtype}, and Δ has the size of that rounding."
                 )
             ours, theirs = (_off_grid(np.exp(v), dtype) for v in (values, other))
-            if bits < 23 and np.quantile(ours, 0.95) < 2.0**-19 and np.median(theirs) > 2.0**-14:
+            small = np.abs(p.delta).mean() <= 2.0 ** (1 - bits)
+            if small and bits < 23 and np.quantile(ours, 0.95) < 2.0**-19 and np.median(theirs) > 2.0**-14:
                 return Hint(Cause.ROUNDED, f"Every probability of {name} is a {dtype}: its softmax was rounded.")
     return None
 
@@ -285,20 +294,21 @@ def _split(by: np.ndarray, p: Pairs) -> tuple[float, int, bool, bool] | None:
     values, index = np.unique(by, return_inverse=True)
     if len(values) < 2:
         return None
-    count = np.cumsum(np.bincount(index))[:-1]
-    counts = count, len(by) - count
-    total = np.cumsum(np.bincount(index, p.differ))[:-1]
-    differ = total, p.differ.sum() - total
+    below = lambda weights=None: np.cumsum(np.bincount(index, weights))[:-1]
+    counts = below(), len(by) - below()
+    differ = below(p.differ), p.differ.sum() - below(p.differ)
+    bad = np.bincount(index, p.differ) > 0  # values at which something differs
+    scattered = len(np.unique(p.sample[p.differ])) < min(4, len(np.unique(p.sample)))  # one sample is no boundary
     for rising, a, b in ((True, 0, 1), (False, 1, 0)):
-        if (free := np.flatnonzero(differ[a] < 0.5)).size:
+        if (free := np.flatnonzero(differ[a] < 0.5)).size and not scattered:
             at = free[-1] if rising else free[0]
-            share = differ[b][at] / counts[b][at]
-            if _by_chance(counts[a][at], share) < SURE:
+            share, dense = differ[b][at] / counts[b][at], bad[at + 1 :] if rising else bad[: at + 1]
+            if dense.mean() > 0.5 and _by_chance(counts[a][at], share) < SURE:
                 return 1 + share, int(values[at + 1]), rising, True
-    total = np.cumsum(np.bincount(index, np.abs(p.delta)))[:-1]
-    below, above = total / counts[0], (np.abs(p.delta).sum() - total) / counts[1]
+    size = np.minimum(np.abs(p.delta), np.quantile(np.abs(p.delta), 0.9))  # no few tokens make a difference
+    under, over = below(size) / counts[0], (size.sum() - below(size)) / counts[1]
     wide = np.minimum(*counts) >= max(FEW, len(by) // 10)
-    ratio = np.where(wide, np.log(np.maximum(above, 2.0**-60) / np.maximum(below, 2.0**-60)), 0)
+    ratio = np.where(wide, np.log(np.maximum(over, 2.0**-60) / np.maximum(under, 2.0**-60)), 0)
     at = np.abs(ratio).argmax()
     fits = 1 - CONTRAST / float(np.exp(abs(ratio[at])))
     return (fits, int(values[at + 1]), bool(ratio[at] > 0), False) if fits > 0 else None
@@ -332,7 +342,8 @@ def _one_sided(p: Pairs) -> Hint | None:
     d, size = p.delta, np.abs(p.delta)
     down = d.sum() < 0
     wrong = d[d > 0] if down else d[d < 0]
-    if len(d) < FEW or wrong @ wrong > d @ d * 2.0**-7:
+    alike = len(np.unique(p.sample[p.differ])) * 2 > len(np.unique(p.sample))
+    if len(d) < FEW or not alike or wrong @ wrong > d @ d * 2.0**-7:
         return None
     (low, upper, high) = (NAMES[1], p.rollout, NAMES[0]) if down else (NAMES[0], p.training, NAMES[1])
     what = f"than {high}'s, by {size.mean():.2g} on average and {size.max():.2g} at most"
@@ -364,7 +375,9 @@ def _noise(p: Pairs) -> Hint | None:
         kl = float((np.expm1(d) - d).mean())
     if len(d) < FEW or not 0.2 < np.mean(moved > 0) < 0.8 or abs(d.mean()) > max(4 * d.std() / len(d) ** 0.5, 2 * kl):
         return None
-    what = f"Δ has both signs everywhere and mean 0 within its noise; mean |Δ| {size:.2g}"
+    what = (
+        f"Δ has both signs and mean 0 within its noise, at {np.mean(p.differ):.0%} of the tokens; mean |Δ| {size:.2g}"
+    )
     if kl > QUANTISED_KL:
         return Hint(Cause.WEIGHTS, f"{what} is more than 8 bits usually make.")
     if kl > BF16_KL:
@@ -380,7 +393,7 @@ def _unclear(p: Pairs) -> Hint:
 
 
 RULES = (
-    *(_zeros, _no_logprob, _shifted, _rounded, _unit, _batch_size, _where, _unrelated),
+    *(_zeros, _masked, _no_logprob, _shifted, _rounded, _unit, _batch_size, _where, _unrelated),
     *(_penalty, _one_sided, _scaled, _noise, _unclear),
 )
 

@@ -35,7 +35,7 @@ def verdict(c) -> str:
     """Returns the first sentence: whether all agrees, else how many logprobs differ and by how much."""
     if c.passed:
         return f"All {c.tokens:,} logprobs are equal, bit by bit."
-    found = f", and {', '.join(dict.fromkeys(f.kind for f in c.findings))}" * bool(c.findings)
+    found = f"; also {', '.join(dict.fromkeys(f.kind for f in c.findings))}" * bool(c.findings)
     if not c.tokens:
         return f"No token can be compared{found}."
     if c.tokens == c.equal:
@@ -47,7 +47,7 @@ def effect(c) -> list[str]:
     """Returns the sentences on what the differences do to PPO."""
     if c.tokens == c.equal:
         return []
-    low, high = c.ratios
+    low, high = (f"{r:.4g}" if abs(r - 1) > 2.0**-10 else f"1 {'+-'[r < 1]} {abs(r - 1):.2g}" for r in c.ratios)
     clipped = (
         f"PPO's clip at {CLIP} touches {share(c.clipped)} of the tokens"
         if c.clipped
@@ -56,7 +56,7 @@ def effect(c) -> list[str]:
     return [
         f"Equal bits: {share(c.equal / c.tokens)}. Mean |Δ| {c.mean_abs:.3g}.",
         f"KL(rollout ‖ training) {c.k3:.3g} by k3, {c.k1:.3g} by k1.",
-        f"Ratios reach from {low:.4g} to {high:.4g}; {clipped}.",
+        f"Ratios reach from {low} to {high}; {clipped}.",
     ]
 
 
