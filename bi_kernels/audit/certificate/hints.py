@@ -315,7 +315,7 @@ def _split(by: np.ndarray, p: Pairs) -> tuple[float, int, bool, bool] | None:
 
 
 def _unrelated(p: Pairs) -> Hint | None:
-    if len(p.token) < FEW or np.abs(p.delta).mean() < 0.5 or not p.rollout.std():
+    if len(p.token) < FEW or np.median(np.abs(p.delta)) < 0.5 or not p.rollout.std():
         return None
     if p.training.std() and np.corrcoef(p.rollout, p.training)[0, 1] > 0.3:
         return None
@@ -342,8 +342,7 @@ def _one_sided(p: Pairs) -> Hint | None:
     d, size = p.delta, np.abs(p.delta)
     down = d.sum() < 0
     wrong = d[d > 0] if down else d[d < 0]
-    alike = len(np.unique(p.sample[p.differ])) * 2 > len(np.unique(p.sample))
-    if len(d) < FEW or not alike or wrong @ wrong > d @ d * 2.0**-7:
+    if len(d) < FEW or not _widespread(p) or wrong @ wrong > d @ d * 2.0**-7:
         return None
     (low, upper, high) = (NAMES[1], p.rollout, NAMES[0]) if down else (NAMES[0], p.training, NAMES[1])
     what = f"than {high}'s, by {size.mean():.2g} on average and {size.max():.2g} at most"
@@ -373,7 +372,12 @@ def _noise(p: Pairs) -> Hint | None:
     size = float(np.abs(d).mean())
     with np.errstate(over="ignore"):
         kl = float((np.expm1(d) - d).mean())
-    if len(d) < FEW or not 0.2 < np.mean(moved > 0) < 0.8 or abs(d.mean()) > max(4 * d.std() / len(d) ** 0.5, 2 * kl):
+    if (
+        len(d) < FEW
+        or not _widespread(p)
+        or not 0.2 < np.mean(moved > 0) < 0.8
+        or abs(d.mean()) > max(4 * d.std() / len(d) ** 0.5, 2 * kl)
+    ):
         return None
     what = (
         f"Δ has both signs and mean 0 within its noise, at {np.mean(p.differ):.0%} of the tokens; mean |Δ| {size:.2g}"
@@ -400,6 +404,11 @@ RULES = (
 
 def _sides(p: Pairs):
     return (p.rollout, p.training, NAMES[0]), (p.training, p.rollout, NAMES[1])
+
+
+def _widespread(p: Pairs) -> bool:
+    """Tells whether most samples differ."""
+    return len(np.unique(p.sample[p.differ])) * 2 > len(np.unique(p.sample))
 
 
 def _rms(values: np.ndarray) -> float:

@@ -47,12 +47,9 @@ def effect(c) -> list[str]:
     """Returns the sentences on what the differences do to PPO."""
     if c.tokens == c.equal:
         return []
-    low, high = (f"{r:.4g}" if abs(r - 1) > 2.0**-10 else f"1 {'+-'[r < 1]} {abs(r - 1):.2g}" for r in c.ratios)
-    clipped = (
-        f"PPO's clip at {CLIP} touches {share(c.clipped)} of the tokens"
-        if c.clipped
-        else f"PPO's clip at {CLIP} touches none"
-    )
+    near = lambda r: f"1 {'+-'[r < 1]} {abs(r - 1):.2g}" if 0 < abs(r - 1) < 2.0**-10 else f"{r:.4g}"
+    low, high = map(near, c.ratios)
+    clipped = f"PPO's clip at {CLIP} touches {share(c.clipped) if c.clipped else 'none'} of the tokens"
     return [
         f"Equal bits: {share(c.equal / c.tokens)}. Mean |Δ| {c.mean_abs:.3g}.",
         f"KL(rollout ‖ training) {c.k3:.3g} by k3, {c.k1:.3g} by k1.",
@@ -130,6 +127,8 @@ def write(c, folder) -> None:
     if page.is_file() and not page.read_text(encoding="utf-8", errors="replace").startswith(TITLE):
         raise ValueError(f"--out is {str(folder)!r}, whose README.md no certificate is; name another folder")
     folder.mkdir(parents=True, exist_ok=True)
+    for old in (*folder.glob("sample_*.json"), folder / LOGPROBS, folder / WHERE) if page.is_file() else ():
+        old.unlink(missing_ok=True)
     ids = ""
     if where_to_look(c):
         sample = int(c.pairs.sample[c.pairs.differ][0])
@@ -157,8 +156,11 @@ def _body(c, level: str, ids: str, figures: bool) -> str:
         parts += [f"{level} Where", *(table(lines(groups, name), most=7) for name, groups in c.groups.items())]
         parts += [f"{level} The worst tokens", table(worst(c))]
     parts += [f"{level} Captures", escape.text(_sizes(c))]
-    command = " ".join(["bi-audit certify", *(shlex.quote(s.name) for s in (c.sides.rollout, c.sides.training))])
-    return "\n\n".join([*parts, escape.code(command)])
+    names = [s.name for s in (c.sides.rollout, c.sides.training)]
+    parts += [escape.code(" ".join(["bi-audit certify", *map(shlex.quote, names)]))] * all(
+        Path(n).suffix for n in names
+    )
+    return "\n\n".join(parts)
 
 
 def _likely(hint) -> str:
@@ -218,7 +220,10 @@ def logprobs_figure(c) -> Figure:
         ax.axhline(0, color=GREY, linewidth=0.6)
         for ratio in (1 - CLIP, 1 + CLIP):
             if abs(np.log(ratio)) < top:
-                ax.axhline(np.log(ratio), color=ORANGE, linewidth=0.9, linestyle="--")
+                label = "PPO's clip" if ratio < 1 else None
+                ax.axhline(np.log(ratio), color=ORANGE, linewidth=0.9, linestyle="--", label=label)
+    if left.get_legend_handles_labels()[0]:
+        left.legend(frameon=False, loc="lower left")
     left.set(xlabel="logprob of the rollout", ylabel="Δ = training − rollout")
     right.set(xlabel="tokens")
     figure.suptitle(logprobs_title(c), x=0.01, ha="left", fontsize=11)
