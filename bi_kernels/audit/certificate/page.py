@@ -94,11 +94,8 @@ def lines(groups: list, name: str) -> list[dict[str, str]]:
 
 
 def worst(c) -> list[dict[str, str]]:
-    number = lambda v: f"{v:.9g}"
-    told = {"sample": lambda t: t.sample, "position": lambda t: t.position, "token": lambda t: t.token}
-    told |= {"rollout": lambda t: number(t.rollout), "training": lambda t: number(t.training)}
-    told |= {"Δ": lambda t: f"{t.delta:.3g}"}
-    return [{name: str(value(t)) for name, value in told.items()} for t in c.worst]
+    numbers = lambda t: {"rollout": f"{t.rollout:.9g}", "training": f"{t.training:.9g}", "Δ": f"{t.delta:.3g}"}
+    return [{name: str(getattr(t, name)) for name in ("sample", "position", "token")} | numbers(t) for t in c.worst]
 
 
 def text(c) -> str:
@@ -115,9 +112,25 @@ def text(c) -> str:
     return "\n".join([*said, "", fill(_sizes(c))])
 
 
-def markdown(c) -> str:
-    """Returns the certificate for Jupyter."""
-    return _body(c, "###", "", False)
+def markdown(c, ids: str = "", figures: bool = False) -> str:
+    """Returns the certificate as Markdown. ids: the file of the first sample that differs; figures: link to them."""
+    parts = [f"{TITLE}: {'every bit agrees' if c.passed else 'they differ'}"]
+    mark = MARK[PASS if c.passed else NEEDS_FIX]
+    parts += [" ".join([f"{mark} **{escape.text(verdict(c))}**", *map(escape.text, effect(c))])]
+    parts += ["\n".join(f"- {escape.text(f.text)}" for f in c.findings)] * bool(c.findings)
+    parts += [f"**{escape.text(_likely(h))}** {escape.text(h.text)}" for h in c.hints]
+    if look := where_to_look(c, ids):
+        parts += [escape.text(look[0]), "```\n" + "\n".join(look[1:]) + "\n```"]
+    if figures:
+        parts += [f"![{logprobs_title(c)}]({LOGPROBS})", f"![{where_title(c)}]({WHERE})"]
+    if c.tokens > c.equal:
+        parts += ["## Where", *(table(lines(groups, name), most=7) for name, groups in c.groups.items())]
+        parts += ["## The worst tokens", table(worst(c))]
+    parts += ["## Captures", escape.text(_sizes(c))]
+    names = [s.name for s in (c.sides.rollout, c.sides.training)]
+    if all(Path(name).suffix for name in names):
+        parts += [escape.code(" ".join(["bi-audit certify", *map(shlex.quote, names)]))]
+    return "\n\n".join(parts)
 
 
 def write(c, folder) -> None:
@@ -138,29 +151,7 @@ def write(c, folder) -> None:
         if c.tokens:
             logprobs_figure(c).savefig(folder / LOGPROBS, dpi=110)
             where_figure(c).savefig(folder / WHERE, dpi=110)
-    page.write_text(_body(c, "##", ids, bool(c.tokens)) + "\n", encoding="utf-8")
-
-
-def _body(c, level: str, ids: str, figures: bool) -> str:
-    parts = [f"{TITLE}: {'every bit agrees' if c.passed else 'they differ'}"]
-    mark = MARK[PASS if c.passed else NEEDS_FIX]
-    parts += [" ".join([f"{mark} **{escape.text(verdict(c))}**", *map(escape.text, effect(c))])]
-    if c.findings:
-        parts += ["\n".join(f"- {escape.text(f.text)}" for f in c.findings)]
-    parts += [f"**{escape.text(_likely(h))}** {escape.text(h.text)}" for h in c.hints]
-    if look := where_to_look(c, ids):
-        parts += [escape.text(look[0]), "```\n" + "\n".join(look[1:]) + "\n```"]
-    if figures:
-        parts += [f"![{logprobs_title(c)}]({LOGPROBS})", f"![{where_title(c)}]({WHERE})"]
-    if c.tokens > c.equal:
-        parts += [f"{level} Where", *(table(lines(groups, name), most=7) for name, groups in c.groups.items())]
-        parts += [f"{level} The worst tokens", table(worst(c))]
-    parts += [f"{level} Captures", escape.text(_sizes(c))]
-    names = [s.name for s in (c.sides.rollout, c.sides.training)]
-    parts += [escape.code(" ".join(["bi-audit certify", *map(shlex.quote, names)]))] * all(
-        Path(n).suffix for n in names
-    )
-    return "\n\n".join(parts)
+    page.write_text(markdown(c, ids, bool(c.tokens)) + "\n", encoding="utf-8")
 
 
 def _likely(hint) -> str:
@@ -175,31 +166,20 @@ def _sizes(c) -> str:
 
 def _columns(rows: list[dict[str, str]]) -> list[str]:
     """Returns a table for a terminal."""
-    if not rows:
-        return []
     width = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
-    return [
-        "  " + "  ".join(row[name].rjust(width[name]) for name in width) for row in [dict(zip(width, width)), *rows]
-    ]
+    every = [dict(zip(width, width)), *rows]
+    return ["  " + "  ".join(row[name].rjust(width[name]) for name in width) for row in every]
 
 
 # Figures
 
 
 def logprobs_title(c) -> str:
-    return (
-        "Every token on the line: all bits agree"
-        if not c.max_abs
-        else f"Δ against the logprob: at most {c.max_abs:.2g}"
-    )
+    return f"Δ against the logprob: at most {c.max_abs:.2g}" if c.max_abs else "Every token lies on the line"
 
 
 def where_title(c) -> str:
-    return (
-        "Nothing differs at any position"
-        if not c.max_abs
-        else f"{share(c.clipped)} of the tokens leave PPO's clip range"
-    )
+    return f"{share(c.clipped)} of the tokens leave PPO's clip range" if c.max_abs else "Nothing differs anywhere"
 
 
 def logprobs_figure(c) -> Figure:
