@@ -208,7 +208,7 @@ def _no_logprob(p: Pairs) -> Hint | None:
         if np.mean(values > 2.0**-6) > 0.05:  # beyond what rounding does to a logprob of zero
             if _rms(values + other) < _rms(values - other) / 10:
                 return Hint(Cause.SIGN, f"The values of {name} are those of the other side with the sign changed.")
-            return Hint(Cause.NO_LOGPROB, f"{np.mean(values > 0):.0%} of the values of {name} are above 0.")
+            return Hint(Cause.NO_LOGPROB, f"{100 * np.mean(values > 0):.3g} % of the values of {name} are above 0.")
     return None
 
 
@@ -358,13 +358,15 @@ def _scaled(p: Pairs) -> Hint | None:
         return None
     unlikely, likely = d[middle <= np.quantile(middle, 0.1)], d[middle >= np.quantile(middle, 0.6)]
     follows = float(np.mean(unlikely > 0) - np.mean(likely > 0))
-    if abs(follows) < 0.65 or abs(np.corrcoef(d, middle)[0, 1]) < 0.4:
+    together = abs(float(np.corrcoef(d, middle)[0, 1]))
+    if not (abs(follows) > 0.65 and together > 0.4 or abs(follows) > 0.4 and together > 0.8):
         return None
     deep = p.rollout <= min(-1.0, float(np.median(p.rollout)))
     bounds = p.training[deep] / p.rollout[deep] if deep.any() else np.ones(1)  # by 1 / T, on one side
     factor = 1 / np.quantile(bounds, 0.005 if follows > 0 else 0.995)
     what = f"Unlikely tokens are likelier in {NAMES[follows > 0]}, likely ones in {NAMES[follows < 0]}"
-    return Hint(Cause.LOGIT_SCALE, f"{what}, as if training's temperature were {factor:.2g} times the rollout's.")
+    by = f"{'at least' if follows > 0 else 'at most'} {factor:.2g} times"
+    return Hint(Cause.LOGIT_SCALE, f"{what}, as if training's temperature were {by} the rollout's.")
 
 
 def _noise(p: Pairs) -> Hint | None:
@@ -379,9 +381,8 @@ def _noise(p: Pairs) -> Hint | None:
         or abs(d.mean()) > max(4 * d.std() / len(d) ** 0.5, 2 * kl)
     ):
         return None
-    what = (
-        f"Δ has both signs and mean 0 within its noise, at {np.mean(p.differ):.0%} of the tokens; mean |Δ| {size:.2g}"
-    )
+    where = f"at {100 * p.differ.mean():.3g} % of the tokens"
+    what = f"Δ has both signs and mean 0 within its noise, {where}; mean |Δ| {size:.2g}"
     if kl > QUANTISED_KL:
         return Hint(Cause.WEIGHTS, f"{what} is more than 8 bits usually make.")
     if kl > BF16_KL:
@@ -393,7 +394,7 @@ def _noise(p: Pairs) -> Hint | None:
 
 def _unclear(p: Pairs) -> Hint:
     bad, every = (len(np.unique(rows)) for rows in (p.sample[p.differ], p.sample))
-    return Hint(Cause.UNCLEAR, f"{p.differ.mean():.1%} of the tokens differ, in {bad:,} of {every:,} samples.")
+    return Hint(Cause.UNCLEAR, f"{100 * p.differ.mean():.3g} % of the tokens differ, in {bad:,} of {every:,} samples.")
 
 
 RULES = (
