@@ -13,7 +13,7 @@ import torch
 from certify_model import PROMPT, SAMPLES, VOCABULARY, Engine, columns, generate, logits, logprobs, score
 
 from bi_kernels.audit import Recorder, certify
-from bi_kernels.audit.certificate.hints import Cause
+from bi_kernels.audit.certificate.hints import BF16_KL, QUANTISED_KL, Cause
 from bi_kernels.audit.certificate.pairs import Kind
 
 BASE = Engine()
@@ -221,6 +221,7 @@ def test_a_planted_disagreement_is_found_and_named(name):
 def test_the_document_lists_every_cause():
     text = (Path(__file__).parents[1] / "docs" / "certify.md").read_text(encoding="utf-8")
     assert all(f"| `{c.name}` | {c.title} | {c.check} |" in text for c in Cause)
+    assert f"KL up to {BF16_KL:.1g}, up to {QUANTISED_KL:.1g}, and" in text
     planted = {c for _, causes in PLANTS.values() for c in causes}
     assert len(PLANTS) >= 30 and planted == {*Cause}
 
