@@ -117,10 +117,10 @@ def capture(source, name: str) -> Capture:
 
 
 def _array(value) -> np.ndarray:
-    """Returns an array of a tensor, list or column; bf16, which NumPy does not know, as fp32."""
+    """Returns an array of a tensor, list or column; dtypes that NumPy does not know, as bf16, become fp32."""
     if hasattr(value, "detach"):
         value = value.detach().cpu()
-        value = value.float() if value.element_size() == 2 and value.is_floating_point() else value
+        value = value.float() if value.is_floating_point() and value.element_size() < 4 else value
     return np.asarray(value)
 
 
