@@ -38,7 +38,7 @@ def test_list_names_every_audit_with_its_parameters():
 
 
 def test_the_names_of_the_command_line_are_fixed():
-    assert {*COMMANDS} == {"list", "run", "report", "locate", "mutate", "bench", "digest"}
+    assert {*COMMANDS} == {"list", "run", "report", "locate", "certify", "mutate", "bench", "digest"}
     options = {"--candidate", "--dtype", "--shapes", "--device", "--seed", "--out", "-p", "--jobs", "--quick"}
     assert {*cli.parser("run")._option_string_actions} >= options
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import papermill
 import pytest
 
-from bi_kernels.audit import cli
+from bi_kernels.audit import Recorder, cli
 from bi_kernels.audit.faults import UsageError
 from bi_kernels.audit.localiser import command as localiser
 from bi_kernels.audit.runs import runner
@@ -168,6 +168,10 @@ CASES = {
         f"assert said[0].verdict == 'needs-fix' and {{*{DRIFTING}}} == {{'dweight'}}, 'PyTorch adds up by the split'",
     ),
     "docs/locate.md:0": Case(TINY, after="assert report.passed"),
+    "docs/certify.md:0": Case(
+        "completions = [([1, 2], [5, 6, 7], [-0.5, -1.5, -2.5], [-0.5, -1.5, -2.0])] * 9",
+        after="assert not found.passed and found.tokens == 27 and found.equal == 18 and found.max_abs == 0.5",
+    ),
 }
 LONG = ("docs/auditing.md:0", "docs/locate.md:0")
 DRIVER = """
@@ -238,6 +242,10 @@ def test_the_readme_commands_are_right(command, tmp_path, monkeypatch):
     monkeypatch.setattr(localiser, "run", lambda candidate, *rest: started.append(candidate) or "")
     monkeypatch.setattr(mutants, "run", lambda given, out: (started.append(given) or [], False))
     (tmp_path / "runs/interpreter-tiny").mkdir(parents=True)
+    side = Recorder()
+    side.add(0, 0, [1], [-0.5])
+    for name in ("rollout", "training"):
+        side.save(tmp_path / f"{name}.safetensors")
     with pytest.raises((SystemExit, UsageError)) as end:
         cli.run(arguments)
         raise SystemExit

@@ -1,7 +1,7 @@
 """The auditor: does a token's result depend on what else was in the batch?
 
-`start` begins the audit of a notebook, `audit` judges a callable of yours, and `locate` names the op of a model that
-drifts.
+`start` begins the audit of a notebook, `audit` judges a callable of yours, `locate` names the op of a model that
+drifts, and `certify` compares the logprobs of a rollout and of training.
 """
 
 import importlib
@@ -58,13 +58,16 @@ def load(audit: str, parameters: dict) -> "Session":  # noqa: F821
     return importlib.import_module(SESSIONS[checked.kind]).start(audit, parameters)  # only now, for it imports triton
 
 
+LATER = {  # what is loaded when it is first named; the first two import triton, and `start` chooses the device before
+    "audit": "callable_audit",
+    "locate": "localiser.locate",
+    "certify": "certificate.certify",
+    "Recorder": "certificate.capture",
+}
+
+
 def __getattr__(name: str):
-    """Loads `audit` and `locate`, which import triton, when they are first named: `start` chooses the device before."""
-    if name not in ("audit", "locate"):
+    if name not in LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with extra("audit"):
-        if name == "audit":
-            from bi_kernels.audit.callable_audit import audit as found  # noqa: PLC0415
-        else:
-            from bi_kernels.audit.localiser.locate import locate as found  # noqa: PLC0415
-    return found
+        return getattr(importlib.import_module(f"{__name__}.{LATER[name]}"), name)

@@ -80,6 +80,20 @@ def locate(given) -> None:
     sys.exit(0 if isinstance(found, str) or found.passed else 1 if found.causes else 2)
 
 
+def certify(given) -> None:
+    """Compares two captures; ends the process with 1 where they differ."""
+    from bi_kernels.audit.certificate.certify import certify as compare  # noqa: PLC0415 (no other command needs it)
+
+    writable("--out", given.out and given.out / ".writable")
+    with refused():
+        found = compare(given.rollout, given.training)
+        print(found)
+        if given.out:
+            found.write(given.out)
+            print(f"wrote {given.out / 'README.md'}")
+    sys.exit(not found.passed)
+
+
 def mutate(given) -> None:
     """Judges mutants; ends the process with 1 where too many survive, or one that is explained does not."""
     known(given.names, AUDITED)

@@ -107,6 +107,20 @@ class Locate:
 
 
 @dataclass
+class Certify:
+    """Compares the logprobs of a rollout and of training.
+
+    ROLLOUT and TRAINING are captures of the same tokens: .safetensors, .parquet or .jsonl with the columns sample,
+    position, token, logprob and, optionally, batch_size; see docs/certify.md. Needs no GPU. Exit status: 0 all bits are
+    equal; 1 something differs; 2 the command or a file was wrong.
+    """
+
+    rollout: Path = option(None, "What the engine recorded.", flags=(), metavar="ROLLOUT")
+    training: Path = option(None, "What the trainer recorded.", flags=(), metavar="TRAINING")
+    out: Path = option(None, "Folder for a page with two figures.")
+
+
+@dataclass
 class Mutate:
     """Counts the planted bugs that audits catch.
 
@@ -152,4 +166,4 @@ class Report:
     place: Path = option(Path("audits"), flags=(), nargs="?", metavar="DIR")
 
 
-COMMANDS = {kind.__name__.lower(): kind for kind in (List, Run, Bench, Locate, Mutate, Digest, Report)}
+COMMANDS = {kind.__name__.lower(): kind for kind in (List, Run, Bench, Locate, Certify, Mutate, Digest, Report)}
