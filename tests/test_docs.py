@@ -168,6 +168,7 @@ CASES = {
         f"assert said[0].verdict == 'needs-fix' and {{*{DRIFTING}}} == {{'dweight'}}, 'PyTorch adds up by the split'",
     ),
     "docs/locate.md:0": Case(TINY, after="assert report.passed"),
+    "docs/locate.md:1": Case(after="assert report.first.path.startswith('model.layers.0.') and report.first.script"),
 }
 LONG = ("docs/auditing.md:0", "docs/locate.md:0")
 DRIVER = """
