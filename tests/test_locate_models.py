@@ -202,3 +202,24 @@ def test_a_call_against_prefill_and_decode_names_the_product(tmp_path):
     assert first.source.startswith("models/qwen3/modeling_qwen3.py:") and shows_alone(first.script)
     same = locate(model, ids, ("singles", "decode:17"))
     assert same.passed and same.compared, same
+
+
+@pytest.mark.parametrize("drifts", [True, False])
+def test_experts_on_sorted_rows_are_one_cause_or_none(drifts):
+    """As Transformers' grouped_mm: two rows a token, sorted by expert, and put back."""
+    weights = torch.randn(3, 64, 64, generator=torch.Generator().manual_seed(0))
+
+    def model(x):
+        tokens = x.flatten(0, -2)
+        _, perm = torch.sort(
+            (tokens[:, :2] > 0).long().sum(1, keepdim=True).add(torch.arange(2)).remainder(3).flatten()
+        )
+        y = tokens[perm // 2] * weights.diagonal(dim1=1, dim2=2)[0]
+        back = torch.empty_like(perm)
+        back[perm] = torch.arange(len(perm))
+        y = y / (len(x) if drifts else 3)
+        return y[back].view(len(tokens), 2, 64).sum(1).view_as(x)
+
+    report = locate(model, X, backward=False)
+    named = "aten.index.Tensor → aten.mul.Tensor → aten.div.Tensor"
+    assert [c.op for c in report.causes] == [named] * drifts and report.output, report
