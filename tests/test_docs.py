@@ -172,6 +172,7 @@ CASES = {
         "completions = [([1, 2], [5, 6, 7], [-0.5, -1.5, -2.5], [-0.5, -1.5, -2.0])] * 9",
         after="assert not found.passed and found.tokens == 27 and found.equal == 18 and found.max_abs == 0.5",
     ),
+    "docs/locate.md:1": Case(after="assert report.first.path.startswith('model.layers.0.') and report.first.script"),
 }
 LONG = ("docs/auditing.md:0", "docs/locate.md:0")
 DRIVER = """

@@ -125,7 +125,16 @@ def _noted(report: Report, a: Run, b: Run) -> Comparison:
     report.events = len(comparison.canonical)
     report.compared += sum(p is not None for p in comparison.pairs.values())
     report.by_op += comparison.unaligned
-    report.output &= any(pair is not None for pair in comparison.outputs())
+    outputs = comparison.outputs()
+    report.output &= any(pair is not None for pair in outputs)
+    names = next((run.outputs for run in (a, b) if len(run.outputs) == len(outputs) > 1), ())
+    for said, which in (
+        ("differ", [p is not None and p.differs.any() for p in outputs]),
+        ("are not compared", [p is None for p in outputs]),
+    ):
+        if found := [name for name, one in zip(names, which) if one]:
+            listed = ", ".join(found[:5]) + " …" * (len(found) > 5)
+            report.notes.append(f"Outputs that {said} between {a.layout} and {b.layout}: {listed}.")
     if not report.compared:
         raise ValueError(f"{report.model}: no tensor of it could be compared, expected some of (samples, tokens, …)")
     return comparison

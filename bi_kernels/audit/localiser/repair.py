@@ -30,6 +30,8 @@ class Rows:
         digest = self.digests[call]
         tokens, row = self.geometries[call].places_on(digest.form, t.device)
         flat = flat_rows(t, digest.reading)
+        if len(flat) != len(digest.rows):  # the repair of an op before this one led tokens to other experts
+            return
         if self.rows is None:
             self.rows = flat.new_zeros(len(self.known), flat.shape[1])
         if self.rows.shape[1] == flat.shape[1]:
@@ -39,7 +41,8 @@ class Rows:
     def overwrite(self, other: "Rows", call: int, t: torch.Tensor) -> None:
         """Writes the rows of the other run over those of a tensor of this one."""
         digest = self.digests[call]
-        if not digest.keys:  # of as many keys as the call has
+        fits = other.rows is not None and len(flat_rows(t, digest.reading)) == len(digest.rows)
+        if fits and not digest.keys:  # of as many keys as the call has
             tokens, row = self.geometries[call].places_on(digest.form, t.device)
             write_rows(t, digest.reading, row, other.rows[tokens])
 

@@ -103,8 +103,8 @@ def check_reached(ddp: DistributedDataParallel, parameters: Iterable[nn.Paramete
                 todo.append(n)
     if missed := [p for p in parameters if id(p) not in reached]:
         raise ValueError(
-            f"apply: in a DistributedDataParallel, a parameter of shape {tuple(missed[0].shape)} is cast or viewed by code "
-            "that apply routes, where autograd does not see it; expected weights of the dtype of autocast, or FSDP2"
+            f"apply: in a DistributedDataParallel, a parameter of shape {tuple(missed[0].shape)} is cast or viewed by "
+            "code that apply routes, where autograd does not see it; expected weights of autocast's dtype, or FSDP2"
         )
     seen.add(kind)
 

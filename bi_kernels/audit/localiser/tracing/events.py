@@ -1,7 +1,7 @@
 """An op that ran: the tensors it read and wrote, as digests, and which ops had written them."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, is_dataclass
 from functools import cache
 from typing import NamedTuple
 
@@ -86,6 +86,25 @@ def tensors_in(value) -> list[torch.Tensor]:
     """Lists the tensors of an op's arguments, in order; of a TMA descriptor, of Triton or of Gluon, its base."""
     leaves = (v.base if hasattr(v, "block_shape") else v for v in tree_leaves(value))
     return [v for v in leaves if isinstance(v, torch.Tensor)]
+
+
+def named_tensors(value, name: str = "out", opened: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yields the floating-point tensors of what a model returned, each with the Python that reaches it, such as
+    out.logits[2]; opened: whether an attribute of a plain object led here, behind which no other object is opened."""
+    fields = None
+    if isinstance(value, torch.Tensor):
+        if value.is_floating_point():
+            yield name, value
+    elif isinstance(value, Mapping):
+        fields, attributes = value, is_dataclass(value)
+    elif isinstance(value, list | tuple):
+        attributes = hasattr(value, "_fields")
+        fields = value._asdict() if attributes else dict(enumerate(value))
+    elif hasattr(value, "__dict__") and not isinstance(value, type | torch.nn.Module):
+        plain = not is_dataclass(value)
+        fields, attributes, opened = {} if plain and opened else vars(value), True, plain or opened
+    for k, v in (fields or {}).items():
+        yield from named_tensors(v, f"{name}.{k}" if attributes else f"{name}[{k!r}]", opened)
 
 
 class Kind(NamedTuple):

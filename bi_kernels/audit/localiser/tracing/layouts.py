@@ -55,8 +55,8 @@ def plan(model, batch, layout: str, calls: Callable | None = None) -> Plan:
     if calls is not None:
         return _of_calls(model, batch, layout, calls)
     name, _, size = layout.partition(":")
-    if name not in LAYOUTS or size and (name != "chunked" or not size.isdecimal() or not int(size)):
-        raise ValueError(f"layouts holds {layout!r}, expected {', '.join(LAYOUTS)} or chunked:SIZE")
+    if name not in LAYOUTS or size and (name not in CACHED or not size.isdecimal() or not int(size)):
+        raise ValueError(f"layouts holds {layout!r}, expected {', '.join(LAYOUTS)}, chunked:SIZE or decode:PREFILL")
     if isinstance(model, Decoder):
         return _of_decoder(model, batch, layout)
     if any(c.__name__ == "PreTrainedModel" for c in type(model).__mro__):
@@ -71,9 +71,10 @@ def grids(layout: str, tokens: Tokens, width: int = 0) -> Iterator[tuple[list[in
     own = spans(tokens.lengths)
     every, third = [*range(len(own))], max(1, len(own) // 3)
     if name in CACHED:
-        size = int(size or 7) if name == "chunked" else 1
+        first, more = (int(size or 1), 1) if name == "decode" else (int(size or 7),) * 2
         for i, s in enumerate(own):
-            yield from (([i], s[None, at : at + size], s[None, : at + size]) for at in range(0, len(s), size))
+            ends = [*range(first, len(s), more), len(s)]
+            yield from (([i], s[None, at:end], s[None, :end]) for at, end in zip([0, *ends], ends))
         return
     split = {"permuted": [every[1::2][::-1] + every[::2]], "singles": [[i] for i in every]}
     split["micro_batches"] = [every[:third], every[third:]]

@@ -9,12 +9,11 @@ from time import perf_counter
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from bi_kernels.audit.findings import sentence
 from bi_kernels.audit.kernel_error import kernel_error
 from bi_kernels.audit.localiser.tracing.digest import whole
-from bi_kernels.audit.localiser.tracing.events import At, Event, Wrote
+from bi_kernels.audit.localiser.tracing.events import At, Event, Wrote, named_tensors
 from bi_kernels.audit.localiser.tracing.geometry import Geometry, Tokens, flat_rows, write_rows
 from bi_kernels.audit.localiser.tracing.layouts import Plan
 from bi_kernels.audit.localiser.tracing.source import raised_at
@@ -28,7 +27,7 @@ FOLDED = "main_grad", "embedding_main_grad"  # attributes of parameters
 @dataclass
 class Run:
     """What one layout did: for each call its geometry and events; digests of parameters, and of their gradients with
-    the events that wrote them; kept: the gradients that were asked for."""
+    the events that wrote them; kept: the gradients that were asked for; outputs: the names of what a call returned."""
 
     layout: str
     tokens: Tokens
@@ -37,6 +36,7 @@ class Run:
     weights: dict[str, int] = field(default_factory=dict)
     gradients: dict[str, tuple[int, tuple[Wrote, ...]]] = field(default_factory=dict)
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
+    outputs: list[str] = field(default_factory=list)
     seconds: float = 0.0
     digest_bytes: int = 0
     activation_bytes: int = 0
@@ -145,7 +145,8 @@ def step(
                 out = _called(call.run, "the model", plan.layout)
                 if loss is not None:
                     out = _of_loss(loss, out, call.geometry, device, plan.layout)
-                found = [t for t in tree_leaves(out) if isinstance(t, torch.Tensor) and t.is_floating_point()]
+                named = [*named_tensors(out)]
+            run.outputs, found = [name for name, _ in named], [t for _, t in named]
             if traced:
                 trace.output(found)
             ends = [t for t in found if t.requires_grad]
@@ -155,7 +156,7 @@ def step(
                     _run_the_model(partial(torch.autograd.backward, ends, given))
             if traced and any(t.grad is not None for t in call.leaves):
                 trace.output([t.grad for t in call.leaves if t.grad is not None], "backward")
-            del out, found, ends
+            del out, named, found, ends
         if grads:
             with trace.recording():
                 grads.join()

@@ -16,6 +16,10 @@ from bi_kernels.audit.localiser.tracing.events import OUTPUT, At, Edit, Event, S
 from bi_kernels.audit.localiser.tracing.geometry import Geometry
 from bi_kernels.audit.localiser.tracing.source import place
 
+SORTS = "sort", "argsort"
+TAKES = "index", "index_select", "gather"
+PUTS = "index_put", "index_put_", "_index_put_impl_", "index_add", "index_add_", "index_copy", "index_copy_"
+
 
 def in_backward() -> bool:
     """Tells whether the autograd engine is running."""
@@ -82,7 +86,7 @@ class Trace:
         """Notes which event wrote a tensor; grouped: how many rows, sorted by expert, the event writes."""
         store = self.store(t)
         store.fresh = False
-        if t.dim() > 1 and len(t) == grouped:
+        if t.dim() and len(t) == grouped:
             store.grouped = grouped
         store.found.clear()
         if whole and t.numel() * t.element_size() == t.untyped_storage().nbytes():
@@ -143,7 +147,7 @@ class Trace:
         self.edit(self.next(), "in", given)
         numbers = any(t.is_floating_point() or t.is_complex() for t in given)
         event, at = self.event(kind.op, [self.slot(t, numbers) for t in given])
-        grouped = self._grouped(given)
+        grouped = self._sorted(func._schema.name.partition("::")[2], given)
         out = self._run(at, func, args, kwargs, lambda: func(*args, **kwargs))
         named = dict(zip((a.name for a in func._schema.arguments), args)) | kwargs
         changed = tensors_in([named.get(k) for k in kind.written])
@@ -171,11 +175,22 @@ class Trace:
         self.edit(at, "in", [t.detach() for t in tensors] if at in self.edits else tensors)
         self.events[-1].append(Event(phase, "", OUTPUT, "", "", [self.slot(t, True) for t in tensors]))
 
-    def _grouped(self, given: list[torch.Tensor], kernel=None) -> int:
-        """Returns how many rows, sorted by expert, an op or a kernel writes: as many as it reads, but for the kernels
-        that move rows between tokens and experts."""
+    def _sorted(self, op: str, given: list[torch.Tensor]) -> int:
+        """Returns how many rows, sorted by expert, an op of torch writes: as many as it reads, but for a sort of
+        integers and for what moves rows by its indices, into that order or out of it."""
+        rows = [self.store(t).grouped * (t.dim() > 0 and len(t) == self.store(t).grouped) for t in given]
+        if op in SORTS and given[0].dim() == 1 and not given[0].is_floating_point():
+            return len(given[0])
+        if op not in TAKES and op not in PUTS:
+            return max(rows, default=0)
+        moved, *indices = rows if op in TAKES else (rows[-1], *rows[1:-1])
+        return 0 if moved else max(indices, default=0)
+
+    def _grouped(self, given: list[torch.Tensor], kernel) -> int:
+        """Returns how many rows, sorted by expert, a kernel writes: as many as it reads, but for those that move rows
+        between tokens and experts."""
         read = [self.store(t).grouped for t in given if t.dim() > 1 and t.is_floating_point()]
-        if kernel is None or kernel.__module__ != "bi_kernels.ops.grouped.rows":
+        if kernel.__module__ != "bi_kernels.ops.grouped.rows":
             return max(read, default=0)
         if kernel.__name__ == "_gather_kernel":
             to_tokens = read[0] and len(given) == 3  # without the end of a fold's places
