@@ -158,6 +158,17 @@ CASES = {
         "assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters()))",
     ),
     "docs/parallel.md:1": Case(
+        f"{SMALL}\n{GLOO}\nmesh = torch.distributed.init_device_mesh('cpu', (1,))\nmodel = from_pretrained('', 'float32').train()",
+        (
+            ("fully_shard(layer,", "fully_shard(layer, mesh=mesh,"),
+            ("fully_shard(model,", "fully_shard(model, mesh=mesh,"),
+        ),
+        "ids = torch.arange(1, 7).view(2, 3)\n"
+        "model(input_ids=ids, labels=ids).loss.backward()\n"
+        "assert all(p.grad.full_tensor().any() for p in model.parameters())\n"
+        "torch.distributed.destroy_process_group()",
+    ),
+    "docs/parallel.md:2": Case(
         GLOO,
         (('"cuda"', '"cpu"'), ("(2, 4)", "(1, 1)"), ("qwen3-8b", "tiny")),
         "torch.distributed.destroy_process_group()\nassert len(grads.masters) == len([*model.parameters()])",
