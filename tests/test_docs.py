@@ -158,7 +158,8 @@ CASES = {
         "assert not any(torch.equal(a, b) for a, b in zip(before, model.parameters()))",
     ),
     "docs/parallel.md:1": Case(
-        f"{SMALL}\n{GLOO}\nmesh = torch.distributed.init_device_mesh('cpu', (1,))\nmodel = from_pretrained('', 'float32').train()",
+        f"{SMALL}\n{GLOO}\nmesh = torch.distributed.init_device_mesh('cpu', (1,))\n"
+        "model = from_pretrained('', 'float32').train()",
         (
             ("fully_shard(layer,", "fully_shard(layer, mesh=mesh,"),
             ("fully_shard(model,", "fully_shard(model, mesh=mesh,"),
