@@ -13,7 +13,7 @@ from families import built
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.nn.utils import prune
-from transformers import Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3 import modeling_qwen3
 
 from bi_kernels import MainGrads, TokenLayout, batch_invariant_mode
@@ -331,8 +331,13 @@ def test_a_module_outside_its_models_call_follows_the_sequences_or_is_refused():
     assert drifting(model, told) == []
 
 
-def test_positions_beyond_the_table_are_finite_and_negative_ones_are_refused():
-    model = built("qwen3", 1)
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize("rope", [{}, {"rope_parameters": YARN}], ids=["default", "yarn"])
+def test_positions_beyond_the_table_are_finite_and_negative_ones_are_refused(rope):
+    config = Qwen3Config(**built("qwen3", 1).config.to_dict() | rope)
+    model = Qwen3ForCausalLM(config).bfloat16().eval()
     expected = {first: model(IDS, position_ids=torch.arange(20)[None] + first).logits for first in (115, 1000)}
     apply(model, strict=True)
     for first, logits in expected.items():
