@@ -279,8 +279,10 @@ class Folds:
         if given:
             torch._foreach_copy_(given, folded)
         self._check([b for b in self._before if not hasattr(b[1], OWNER)])
-        late = [p for p, _ in opened if hasattr(p, OWNER) or _fold(p).exchanged == self.task]
-        _leave([p for p, _ in opened if p not in {*late}])
+        late, now = [], []
+        for p, _ in opened:
+            (late if hasattr(p, OWNER) or _fold(p).exchanged == self.task else now).append(p)
+        _leave(now)
         if late or self._before:  # behind what DDP and FSDP2 do when a backward ends
             torch.autograd.Variable._execution_engine.queue_callback(partial(self._end, late))
 
