@@ -102,6 +102,11 @@ def adopt(model: nn.Module) -> tuple[list, DistributedDataParallel | None]:
     sharded, ddp = adopt_fsdp(model), getattr(DistributedDataParallel, "_active_ddp_module", None)
     check_whole(model, {id(f.sharded_param) for f in sharded})
     if ddp is not None:
+        if any(hasattr(getattr(p, "main_grad", None), "of_step") for p in model.parameters()):
+            raise ValueError(
+                "apply: a MainGrads holds parameters that a DistributedDataParallel sums, expected one of the two: "
+                "MainGrads(..., world=group), or no MainGrads"
+            )
         adopt_ddp(ddp)
     return sharded, ddp
 
