@@ -12,6 +12,7 @@ from inspect import BoundArguments
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -331,6 +332,11 @@ def _in_a_call(self: nn.Module, forward: Callable, args: tuple, kwargs: dict, is
         return forward(self, *args, **kwargs)
     ours = trains and not torch.compiler.is_compiling()
     sharded, ddp = adopt(self) if ours else ([], None)
+    if is_patched and self.__dict__.get(FOLDED) and any(isinstance(m, FSDPModule) for m in self.modules()):
+        raise ValueError(
+            "apply: a forward was set on a model that fully_shard was given, expected the model's own: its hooks would "
+            "run within that; put the code in a module around the model"
+        )
     bound, given = arguments(self.naming, self, *args, **kwargs)
     call = read(**given)
     if not call.length:  # the model says so itself, or one within it finds them
