@@ -192,12 +192,21 @@ def is_marked(name: str) -> bool:
     return torch._C._is_key_in_tls(name)
 
 
-def fsdp_groups(module: torch.nn.Module) -> list:
-    """Returns the groups of parameters of a module that `fully_shard` was given; none of another module."""
-    state_of = getattr(type(module), "_get_fsdp_state", None)
-    if state_of is None:
-        return []
-    state = state_of(module)
+def fsdp_states() -> list:
+    """Returns the state of each module that `fully_shard` was given."""
+    from torch.distributed._composable_state import _module_state_mapping  # noqa: PLC0415  (not in every build)
+
+    states = [ref() for ref in list(_module_state_mapping.values())]
+    return [s for s in states if hasattr(s, "_fsdp_param_groups") or hasattr(s, "_fsdp_param_group")]
+
+
+def fsdp_groups(state) -> list:
+    """Returns the groups of parameters of a module that `fully_shard` was given."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def was_interrupted(state) -> bool:
+    """Tells whether an exception ended a backward, which FSDP2 still takes for under way."""
+    return state._state_ctx.post_backward_final_callback_queued and current_backward() < 0

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import Trainer, TrainingArguments
 
 from bi_kernels import MainGrads
-from bi_kernels.integrations.transformers import StepSampler, apply
+from bi_kernels.integrations.transformers import StepSampler, apply, logprobs
 
 LENGTHS, GROUPS, STEPS = (5, 1, 11, 3, 2, 7, 4, 2), 2, 2
 FAMILIES = ("qwen3", "gemma3_text", "gpt2", "qwen3_moe")  # the second and third tie their weights
@@ -35,6 +35,11 @@ VARIANTS = {  # family, wrapper, sizes of a rank's micro-batches, options
     "fsdp, split, checkpoints": ("qwen3", "fsdp", (2, 2), {"checkpoints": True}),
     "fsdp, every micro-batch summed": ("qwen3", "fsdp", (1, 3), {"every": True}),
     "fsdp, kept whole": ("qwen3", "fsdp", (1, 1, 2), {"reshard": False}),
+    "ddp of logprobs": ("qwen3", "ddp", (4,), {"scores": True}),
+    "ddp of logprobs, split": ("qwen3", "ddp", (2, 2), {"scores": True}),
+    "fsdp of logprobs": ("qwen3", "fsdp", (4,), {"scores": True}),
+    "fsdp of logprobs, split": ("qwen3", "fsdp", (2, 2), {"scores": True}),
+    "fsdp, zeroed in place": ("qwen3", "fsdp", (2, 2), {"in place": True}),
     "accelerate": ("qwen3", "accelerate", (2, 2), {}),
     **{f"{w}, {f}": (f, w, (1, 3), {}) for f in FAMILIES[1:] for w in ("ddp", "fsdp")},
     "fsdp, bf16": ("qwen3", "fsdp", (4,), {"bf16": True}),
@@ -64,8 +69,22 @@ def loss_of(model, which: list[int]) -> torch.Tensor:
     ids, mask, weights = (torch.zeros(len(which), width, dtype=d) for d in (torch.long, torch.long, torch.float))
     for row, i in enumerate(which):
         ids[row, : LENGTHS[i]], mask[row, : LENGTHS[i]], weights[row, : LENGTHS[i]] = IDS[i], 1, WEIGHTS[i]
-    logits = model(input_ids=ids, attention_mask=mask).logits.float()
+    out = model(input_ids=ids, attention_mask=mask)
+    if isinstance(out, torch.Tensor):
+        return (out * weights).sum()
+    logits = out.logits.float()
     return (logits.log_softmax(-1)[..., 5] * weights).sum()
+
+
+class Scores(torch.nn.Module):
+    """Calls logprobs in a module that a wrapper is given, which has the bits of no other loss."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids, attention_mask):
+        return logprobs(self.model, input_ids, attention_mask)[0]
 
 
 @lru_cache
@@ -100,6 +119,8 @@ def trained(family: str, wrapper: str, sizes: tuple[int, ...], options: dict) ->
     if options.get("checkpoints"):
         model.gradient_checkpointing_enable()
         model.train()
+    if options.get("scores"):
+        model = Scores(model)
     between, outer = contextlib.nullcontext, model
     if wrapper == "ddp":
         given = {"gradient_as_bucket_view": options.get("views", False)}
@@ -125,7 +146,7 @@ def trained(family: str, wrapper: str, sizes: tuple[int, ...], options: dict) ->
             at += size
         grads = [whole(p.grad) for p in model.parameters()]
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=not options.get("in place"))
     return sha([*grads, *map(whole, model.parameters())])
 
 

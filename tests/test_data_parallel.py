@@ -13,6 +13,7 @@ from bi_kernels.integrations.transformers import StepSampler
 
 SCRIPT = Path(__file__).with_name("ranks_sharded.py")
 STOCK, ROUNDED = ("stock ddp", "stock ddp, split"), ("fsdp, bf16", "ddp, autocast")  # by what is not fp32
+SCORED = "ddp of logprobs", "fsdp of logprobs"
 QUICK = "ddp, views, checkpoints", "ddp, finds unused, every summed", "fsdp, every micro-batch summed"
 QUICK += ("fsdp, gemma3_text", *STOCK)
 
@@ -40,7 +41,7 @@ def cases(names) -> list:
     return [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in names]
 
 
-@pytest.mark.parametrize("variant", cases(n for n in VARIANTS if not n.startswith((*STOCK, *ROUNDED))))
+@pytest.mark.parametrize("variant", cases(n for n in VARIANTS if not n.startswith((*STOCK, *ROUNDED, *SCORED))))
 def test_two_ranks_have_the_bits_of_one(variant, request):
     digests = request.getfixturevalue("quick" if variant in QUICK else "others")
     assert digests[variant] == digests[VARIANTS[variant][0]]
@@ -50,6 +51,11 @@ def test_two_ranks_have_the_bits_of_one(variant, request):
 @pytest.mark.parametrize("of", ROUNDED)
 def test_a_lower_precision_does_not_depend_on_the_split(of, others):
     assert others[of] == others[f"{of}, split"] != others["qwen3"]
+
+
+@pytest.mark.slow
+def test_logprobs_in_a_wrapped_module_are_summed_over_ranks(others):
+    assert len({others[f"{of}{split}"] for of in SCORED for split in ("", ", split")}) == 1
 
 
 def test_the_control_of_stock_ddp(quick):

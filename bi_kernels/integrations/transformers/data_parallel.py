@@ -15,8 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import Sampler
 from transformers import TrainingArguments
 
-from bi_kernels.compat import current_backward, fsdp_groups
+from bi_kernels.compat import current_backward, fsdp_groups, fsdp_states, was_interrupted
 from bi_kernels.integrations.transformers.gradients import OWNER, folded_in
+from bi_kernels.integrations.transformers.swap import check_whole
 from bi_kernels.parallel.exchange import all_gather
 from bi_kernels.parallel.tree import added
 
@@ -47,14 +48,22 @@ class TreeReduceScatter:
 
 def adopt_fsdp(model: nn.Module) -> list:
     """Lets the tree join the gradients of what `fully_shard` was given; returns its parameters. Raises ValueError for a
-    mesh of more than one dimension."""
-    found = []
-    for name, module in model.named_modules():
-        for group in fsdp_groups(module):
+    mesh of more than one dimension, and after a backward that an exception ended."""
+    found, ids = [], {id(p) for p in model.parameters()}
+    for state in fsdp_states():  # of modules around the model too
+        for group in fsdp_groups(state):
+            held = [p for f in group.fsdp_params for p in (f.sharded_param, getattr(f, "_unsharded_param", None))]
+            if not any(id(p) in ids for p in held):
+                continue
             if group.mesh_info.mesh.ndim > 1:
                 raise ValueError(
-                    f"apply: {name or 'the model'} is sharded over a mesh of {group.mesh_info.mesh.ndim} dimensions, "
+                    f"apply: the model is sharded over a mesh of {group.mesh_info.mesh.ndim} dimensions, "
                     "expected one: replicas of shards would be summed in NCCL's order"
+                )
+            if was_interrupted(state):
+                raise ValueError(
+                    "apply: an exception ended a backward of what fully_shard was given last, expected its "
+                    "reset_iter_state() before another forward: FSDP2 would sum no gradient"
                 )
             if not isinstance(group._reduce_scatter_comm, TreeReduceScatter):
                 group._reduce_scatter_comm = TreeReduceScatter()
@@ -72,9 +81,12 @@ def own(parameters: list) -> dict[int, nn.Parameter]:
 
 
 def adopt_ddp(ddp: DistributedDataParallel) -> None:
-    """Lets the tree join the gradients of a DistributedDataParallel. Raises ValueError if it has another hook."""
+    """Lets the tree join the gradients of a DistributedDataParallel. Raises ValueError if it has another hook,
+    or a static graph."""
     if JOINED in ddp.__dict__:
         return
+    if ddp.static_graph:
+        raise ValueError("apply: the DistributedDataParallel has static_graph=True, expected False: it sums no fold")
     ddp.__dict__[JOINED] = set()
     try:
         ddp.register_comm_hook(ddp.process_group, _join_bucket)
@@ -82,6 +94,21 @@ def adopt_ddp(ddp: DistributedDataParallel) -> None:
         raise ValueError(
             "apply: the DistributedDataParallel has a communication hook, expected none: ours joins the gradients"
         ) from error
+
+
+def adopt(model: nn.Module) -> tuple[list, DistributedDataParallel | None]:
+    """Lets the tree join the gradients of a model's next call; returns FSDP2's parameters and the
+    DistributedDataParallel. Raises ValueError for other shards."""
+    sharded, ddp = adopt_fsdp(model), getattr(DistributedDataParallel, "_active_ddp_module", None)
+    check_whole(model, {id(f.sharded_param) for f in sharded})
+    if ddp is not None:
+        if any(hasattr(getattr(p, "main_grad", None), "of_step") for p in model.parameters()):
+            raise ValueError(
+                "apply: a MainGrads holds parameters that a DistributedDataParallel sums, expected one of the two: "
+                "MainGrads(..., world=group), or no MainGrads"
+            )
+        adopt_ddp(ddp)
+    return sharded, ddp
 
 
 def check_reached(ddp: DistributedDataParallel, parameters: Iterable[nn.Parameter], out: Iterable[Tensor]) -> None:

@@ -91,7 +91,8 @@ def tensors(out: object) -> Iterator[Tensor]:
 
 
 def _version(grad: Tensor) -> int:
-    return getattr(grad, "_local_tensor", grad)._version  # of a DTensor: that of its numbers
+    local = getattr(grad, "_local_tensor", None)  # of a DTensor: what FSDP2 changes; an optimizer changes the DTensor
+    return grad._version + (0 if local is None else local._version)
 
 
 def _state(p: nn.Parameter) -> object:
@@ -229,6 +230,11 @@ class Folds:
         for p in parameters:
             fold = _fold(p)
             if fold.task == self.task:  # by another call, in this backward
+                if hasattr(p, OWNER):
+                    raise ValueError(
+                        "apply: one backward of two calls of a model that FSDP2 shards, expected one of each: it sums "
+                        "a parameter over ranks before its second fold"
+                    )
                 continue
             owner, before = getattr(p, OWNER, None), p.grad
             fold.task = self.task

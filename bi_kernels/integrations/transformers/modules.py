@@ -12,20 +12,20 @@ from inspect import BoundArguments
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.fsdp import FSDPModule
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 import bi_kernels as bi
 from bi_kernels.checks import can_wait
 from bi_kernels.integrations.transformers.attention import CHUNK, NAME, PAGED, attention, paged_attention
-from bi_kernels.integrations.transformers.data_parallel import adopt_ddp, adopt_fsdp, check_reached, own
+from bi_kernels.integrations.transformers.data_parallel import adopt, check_reached, own
 from bi_kernels.integrations.transformers.experts import experts_forward
 from bi_kernels.integrations.transformers.gradients import Folds, tensors
 from bi_kernels.integrations.transformers.layout import Call, arguments, current, names_arguments, put, read
 from bi_kernels.integrations.transformers.routing import ROUTED, ModelMode, Routed, routed
 from bi_kernels.integrations.transformers.scoring import causal_lm_loss
-from bi_kernels.integrations.transformers.swap import FOLDED, OPS, WITHIN, Swapped, check_parts, check_whole
+from bi_kernels.integrations.transformers.swap import FOLDED, OPS, WITHIN, Swapped, check_parts
 from bi_kernels.tokens import TokenLayout, current_layout
 
 
@@ -330,17 +330,18 @@ def _in_a_call(self: nn.Module, forward: Callable, args: tuple, kwargs: dict, is
     trains = torch.is_grad_enabled()
     if not (trains or self.whole):
         return forward(self, *args, **kwargs)
-    ours, sharded, ddp = trains and not torch.compiler.is_compiling(), [], None
-    if ours:
-        sharded = adopt_fsdp(self)
-        check_whole(self, {id(f.sharded_param) for f in sharded})
-        if (ddp := getattr(DistributedDataParallel, "_active_ddp_module", None)) is not None:
-            adopt_ddp(ddp)
+    ours = trains and not torch.compiler.is_compiling()
+    sharded, ddp = adopt(self) if ours else ([], None)
+    if is_patched and self.__dict__.get(FOLDED) and any(isinstance(m, FSDPModule) for m in self.modules()):
+        raise ValueError(
+            "apply: a forward was set on a model that fully_shard was given, expected the model's own: its hooks would "
+            "run within that; put the code in a module around the model"
+        )
     bound, given = arguments(self.naming, self, *args, **kwargs)
     call = read(**given)
     if not call.length:  # the model says so itself, or one within it finds them
         return forward(self, *args, **kwargs)
-    call.folds.is_watched = ours and ddp is not None and ddp.find_unused_parameters
+    call.folds.is_watched = ddp is not None and ddp.find_unused_parameters
     call.is_patched, call.is_promised = is_patched, bool(self.__dict__.get(FOLDED))
     if not is_patched:  # what was set on it hands on what it is given
         _put_positions(self, call, bound, given)

@@ -5,6 +5,7 @@ from collections import Counter
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from bi_kernels.contract import DTYPES
 from bi_kernels.integrations.transformers import modules, ranks
@@ -195,10 +196,12 @@ def _answer(report: Report, strict: bool) -> None:
 
 def restore(model: nn.Module) -> None:
     """Takes out what `apply` put into a model; its parameters and their `.grad` stay as they are, and are whole again
-    where ranks shared them. Raises ValueError for a model without it."""
+    where ranks shared them. Raises ValueError for a model without it, and for one that FSDP2 shards."""
     done = [m for m in model.modules() if isinstance(m, Swapped)] if isinstance(model, nn.Module) else []
     if not done:
         raise ValueError(f"restore: model is a {type(model).__name__} without swapped modules, expected apply(model)")
+    if any(isinstance(m, FSDPModule) for m in model.modules()):
+        raise ValueError("restore: model was given to fully_shard, expected one before that: its classes stay sharded")
     ranks.gather(model)
     _undo(done)
     for p in model.parameters():

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 import bi_kernels as bi
+from bi_kernels.integrations.transformers.data_parallel import adopt, check_reached, own
 from bi_kernels.integrations.transformers.layout import read
 from bi_kernels.integrations.transformers.swap import OPS, causal_lm, check_parts
 
@@ -60,11 +61,18 @@ def logprobs(
             f"logprobs: model is a {type(model).__name__}, expected a causal language model that apply(model) "
             "replaced whole, with a head without bias"
         )
+    if hasattr(head.weight, "placements"):
+        raise ValueError(
+            "logprobs: model's weights are DTensors, expected whole ones: give fully_shard, last, a module whose "
+            "forward calls logprobs"
+        )
     if not isinstance(input_ids, Tensor):
         raise TypeError(f"logprobs: input_ids is a {type(input_ids).__name__}, expected a torch.Tensor (batch, length)")
     if input_ids.dim() != 2:
         raise ValueError(f"logprobs: input_ids has shape {tuple(input_ids.shape)}, expected (batch, length)")
     call = read(input_ids, attention_mask, position_ids, cu_seqlens=cu_seqlens)
+    sharded, ddp = adopt(owner) if torch.is_grad_enabled() and not torch.compiler.is_compiling() else ([], None)
+    call.folds.is_watched = ddp is not None and ddp.find_unused_parameters
     targets = call.next_tokens(input_ids, IGNORED)
     positions = call.positions() if position_ids is None else position_ids
     with call:
@@ -78,5 +86,8 @@ def logprobs(
         else:
             weight = call.folds.cast(head.weight, hidden.dtype)
             scores = head.__dict__.get(OPS, bi).lm_head_logprob(hidden, weight, targets, temperature)
+    own(sharded)
+    if ddp is not None:
+        check_reached(ddp, call.folds.parameters.values(), scores)
     call.folds.attach(scores)
     return scores
