@@ -12,7 +12,18 @@ from families import built
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
-from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl import (
+    DPOConfig,
+    DPOTrainer,
+    GRPOConfig,
+    GRPOTrainer,
+    KTOConfig,
+    KTOTrainer,
+    RLOOConfig,
+    RLOOTrainer,
+    SFTConfig,
+    SFTTrainer,
+)
 
 from bi_kernels.integrations.transformers import apply
 from bi_kernels.integrations.trl import use_folded_head
@@ -33,11 +44,14 @@ def tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="0", eos_token="2", unk_token="1")
 
 
-def dataset(column: str) -> datasets.Dataset:
-    g = torch.Generator().manual_seed(0)
-    rows = [torch.randint(3, 160, (n,), generator=g).tolist() for n in LENGTHS]
-    rows = rows if column == "input_ids" else [" ".join(map(str, row)) for row in rows]
-    return datasets.Dataset(datasets.table.InMemoryTable(pyarrow.table({column: rows})), fingerprint=column)
+def dataset(*columns: str) -> datasets.Dataset:
+    table = {}
+    for i, column in enumerate(columns):
+        g = torch.Generator().manual_seed(i)
+        rows = [torch.randint(3, 160, (n,), generator=g).tolist() for n in LENGTHS[i:] + LENGTHS[:i]]
+        texts = [" ".join(map(str, [*row, 2][: None if i else -1])) + " " * (not i) for row in rows]
+        table[column] = {"input_ids": rows, "label": [row[0] % 2 > 0 for row in rows]}.get(column, texts)
+    return datasets.Dataset(datasets.table.InMemoryTable(pyarrow.table(table)), fingerprint="_".join(columns))
 
 
 def odd(completions, **_) -> list[float]:
@@ -54,6 +68,24 @@ def sft(model, folder, batch: int, accumulated: int) -> SFTTrainer:
     how = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulated, **COMMON}
     args = SFTConfig(str(folder), **how, packing=False, dataset_kwargs={"skip_prepare_dataset": True})
     return SFTTrainer(model=model, args=args, train_dataset=dataset("input_ids"), processing_class=tokenizer())
+
+
+def rloo(model, folder, batch: int, accumulated: int) -> RLOOTrainer:
+    how = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulated, **COMMON, **GRPO}
+    given = {"train_dataset": dataset("prompt"), "processing_class": tokenizer(), "reward_funcs": odd}
+    return RLOOTrainer(model=model, args=RLOOConfig(str(folder), **how), **given)
+
+
+def dpo(model, folder, batch: int, accumulated: int) -> DPOTrainer:
+    how = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulated, **COMMON}
+    given = {"train_dataset": dataset("prompt", "chosen", "rejected"), "processing_class": tokenizer()}
+    return DPOTrainer(model=model, args=DPOConfig(str(folder), precompute_ref_log_probs=False, **how), **given)
+
+
+def kto(model, folder, batch: int, accumulated: int) -> KTOTrainer:
+    how = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulated, **COMMON}
+    given = {"train_dataset": dataset("prompt", "completion", "label"), "processing_class": tokenizer()}
+    return KTOTrainer(model=model, args=KTOConfig(str(folder), loss_type="apo_zero_unpaired", **how), **given)
 
 
 def trained(make, folder, batch: int, accumulated: int, ours: bool = True, lora: bool = False) -> list[torch.Tensor]:

@@ -8,6 +8,7 @@ trainer.train()
 
 import inspect
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from types import MethodType
 
 import torch
@@ -19,10 +20,14 @@ import bi_kernels as bi
 from bi_kernels.integrations.transformers.gradients import Folds
 from bi_kernels.integrations.transformers.layout import current
 from bi_kernels.integrations.transformers.swap import OPS, Swapped
+from bi_kernels.tokens import TokenLayout
 
 IGNORED = -100
 FUSED = "_fused_forward"  # TRL's name of the forward that it sets
 CHUNK = 2**24  # logits that are held for what has no gradient
+PAIRED = "DPOTrainer"  # a batch of its: what was chosen of each pair, then what was rejected
+SUMMED = (PAIRED, "KTOTrainer", "RLOOTrainer")  # they sum a sequence's logprobs over the width of the batch
+GRID = 2.0**-30  # a float64 holds any sum, up to 2**23, of its multiples: no order of addition rounds
 
 
 def use_folded_head(trainer: Trainer) -> None:
@@ -37,8 +42,10 @@ def use_folded_head(trainer: Trainer) -> None:
             f"use_folded_head: trainer is a {type(trainer).__name__}, expected one of TRL's that fuses its LM head, "
             "made of a model that was given to apply"
         )
+    kinds = {kind.__name__ for kind in type(trainer).__mro__}
+    paired, summed = PAIRED in kinds, not kinds.isdisjoint(SUMMED)
     for model in found:
-        model.forward = MethodType(_folded(model.__dict__["forward"].__func__), model)
+        model.forward = MethodType(_folded(model.__dict__["forward"].__func__, paired, summed), model)
 
 
 def _fused(model: nn.Module | None) -> Iterator[nn.Module]:
@@ -49,7 +56,26 @@ def _fused(model: nn.Module | None) -> Iterator[nn.Module]:
             yield module
 
 
-def _folded(fused: Callable) -> Callable:
+def _by_pairs(layout: TokenLayout, batch: int) -> TokenLayout:
+    """Returns the layout of a padded batch in whose order each pair's two sequences follow each other."""
+    width, pairs = layout.rows // batch, batch // 2
+    rows = [start // width for start, _ in layout.spans]
+    return TokenLayout(*zip(*layout.spans), layout.rows, [2 * (row % pairs) + row // pairs for row in rows])
+
+
+class _OnGrid(torch.autograd.Function):
+    """Rounds to a multiple of GRID in float64; the gradient passes as it is."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return torch.round(x.double() / GRID) * GRID
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.float()
+
+
+def _folded(fused: Callable, paired: bool, summed: bool) -> Callable:
     """Returns TRL's forward with the head's logprobs by our ops, and all else as it was."""
     told = inspect.getclosurevars(fused).nonlocals
     output = fused.__globals__["FusedCausalLMOutput"]
@@ -60,12 +86,18 @@ def _folded(fused: Callable) -> Callable:
             return told["original_forward"](*args, **kwargs, **{k: v for k, v in given.items() if v is not None})
         if getattr(told["text_config"], "output_router_logits", False):
             kwargs.setdefault("output_router_logits", True)
-        out = getattr(self, told["backbone_attr"])(*args, **kwargs | {"use_cache": False})
-        hidden, length = out.last_hidden_state, None
-        if shift_labels is None:
-            shift_labels, length = nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:], labels.shape[1] - 1
-        with torch._C.DisableTorchFunction():
-            fields = _scored(self, hidden, shift_labels, told)
+        call = current()
+        if paired and call is not None and call.layout is not None:
+            call.layout = _by_pairs(call.layout, call.batch)  # for what checkpointing computes again too
+        with nullcontext() if call is None or call.layout is None else call.layout:
+            out = getattr(self, told["backbone_attr"])(*args, **kwargs | {"use_cache": False})
+            hidden, length = out.last_hidden_state, None
+            if shift_labels is None:
+                shift_labels, length = nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:], labels.shape[1] - 1
+            with torch._C.DisableTorchFunction():
+                fields = _scored(self, hidden, shift_labels, told)
+                if summed:
+                    fields["log_probs"] = _OnGrid.apply(fields["log_probs"])
         fields = {name: None if t is None else t[:, :length] for name, t in fields.items()}
         mask = (shift_labels != IGNORED)[:, :length]
         items = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
