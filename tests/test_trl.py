@@ -73,23 +73,36 @@ def sft(model, folder, batch: int, accumulated: int) -> SFTTrainer:
 def rloo(model, folder, batch: int, accumulated: int) -> RLOOTrainer:
     how = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulated, **COMMON, **GRPO}
     given = {"train_dataset": dataset("prompt"), "processing_class": tokenizer(), "reward_funcs": odd}
-    return RLOOTrainer(model=model, args=RLOOConfig(str(folder), **how), **given)
+    saved(model, folder)
+    return RLOOTrainer(model=model, args=RLOOConfig(str(folder), **how | {"beta": 0.5}), **given)
 
 
 def dpo(model, folder, batch: int, accumulated: int) -> DPOTrainer:
     how = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulated, **COMMON}
     given = {"train_dataset": dataset("prompt", "chosen", "rejected"), "processing_class": tokenizer()}
-    return DPOTrainer(model=model, args=DPOConfig(str(folder), precompute_ref_log_probs=False, **how), **given)
+    return DPOTrainer(model=saved(model, folder), args=DPOConfig(str(folder), **how), **given)
 
 
 def kto(model, folder, batch: int, accumulated: int) -> KTOTrainer:
     how = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulated, **COMMON}
     given = {"train_dataset": dataset("prompt", "completion", "label"), "processing_class": tokenizer()}
-    return KTOTrainer(model=model, args=KTOConfig(str(folder), loss_type="apo_zero_unpaired", **how), **given)
+    args = KTOConfig(str(folder), loss_type="apo_zero_unpaired", **how)
+    return KTOTrainer(model=saved(model, folder), args=args, **given)
 
 
-def trained(make, folder, batch: int, accumulated: int, ours: bool = True, lora: bool = False) -> list[torch.Tensor]:
-    """Returns the weights after two steps."""
+def saved(model, folder):
+    """Returns the model, saved where its trainer looks for a reference."""
+    model.save_pretrained(folder)
+    model.config._name_or_path = str(folder)
+    return model
+
+
+def weights(trainer) -> list[torch.Tensor]:
+    return [p.detach().clone() for p in trainer.model.parameters()]
+
+
+def made(make, folder, batch: int, accumulated: int, ours: bool = True, lora: bool = False):
+    """Returns a trainer of a small model."""
     torch.manual_seed(0)
     model = built("qwen3", 1).float()
     if lora:
@@ -99,8 +112,14 @@ def trained(make, folder, batch: int, accumulated: int, ours: bool = True, lora:
     trainer = make(model, folder, batch, accumulated)
     if ours:
         use_folded_head(trainer)
+    return trainer
+
+
+def trained(make, folder, batch: int, accumulated: int, ours: bool = True, lora: bool = False) -> list[torch.Tensor]:
+    """Returns the weights after two steps."""
+    trainer = made(make, folder, batch, accumulated, ours, lora)
     trainer.train()
-    return [p.detach().clone() for p in trainer.model.parameters()]
+    return weights(trainer)
 
 
 @pytest.mark.parametrize("make, lora", [(grpo, False), (grpo, True), (sft, False)], ids=["grpo", "lora", "sft"])

@@ -19,6 +19,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 import bi_kernels as bi
 from bi_kernels.integrations.transformers.gradients import Folds
 from bi_kernels.integrations.transformers.layout import current
+from bi_kernels.integrations.transformers.replace import apply
 from bi_kernels.integrations.transformers.swap import OPS, Swapped
 from bi_kernels.tokens import TokenLayout
 
@@ -33,27 +34,44 @@ GRID = 2.0**-30  # a float64 holds any sum, up to 2**23, of its multiples: no or
 def use_folded_head(trainer: Trainer) -> None:
     """Puts our LM head in the place of the one that a TRL trainer fused into its model, and its reference model.
 
-    Call it after the trainer is made and before it trains; `trainer.model` was given to `apply`. Raises ValueError
-    where there is no such head.
+    Call it after the trainer is made and before it trains; `trainer.model` was given to `apply`. A reference model that
+    the trainer loaded itself is given to `apply(strict=True)` here. Raises ValueError where there is no such head, and
+    what `apply` raises.
     """
-    found = [m for name in ("model", "ref_model") for m in _fused(getattr(trainer, name, None))]
-    if not found:
+    found, reference = list(_fused(getattr(trainer, "model", None))), getattr(trainer, "ref_model", None)
+    if not any(isinstance(model, Swapped) for model, _ in found):
         raise ValueError(
             f"use_folded_head: trainer is a {type(trainer).__name__}, expected one of TRL's that fuses its LM head, "
             "made of a model that was given to apply"
         )
+    references = list(_fused(reference))
+    if reference is not None and not references:
+        raise ValueError(
+            f"use_folded_head: trainer.ref_model is a {type(reference).__name__} without a head that TRL fused, expected "
+            "one that is neither compiled nor wrapped"
+        )
     kinds = {kind.__name__ for kind in type(trainer).__mro__}
     paired, summed = PAIRED in kinds, not kinds.isdisjoint(SUMMED)
-    for model in found:
-        model.forward = MethodType(_folded(model.__dict__["forward"].__func__, paired, summed), model)
+    for model, fused in references + found:
+        wrapped = model.__dict__.pop("_original_forward", None) is not None  # by Accelerate, in autocast
+        if not isinstance(model, Swapped):
+            given = model.__dict__.pop("forward")  # no model that `apply` is given has one of its own
+            try:
+                apply(model, strict=True)
+            finally:
+                model.forward = given
+        model.forward = MethodType(_folded(fused, paired, summed), model)
+        if wrapped:
+            trainer.accelerator.prepare_model(model, evaluation_mode=True)
 
 
-def _fused(model: nn.Module | None) -> Iterator[nn.Module]:
-    """Yields the applied models within a model into which TRL fused a head."""
+def _fused(model: nn.Module | None) -> Iterator[tuple[nn.Module, Callable]]:
+    """Yields each module within a model into which TRL fused a head, and the function that is its forward."""
     for module in () if model is None else model.modules():
-        forward = getattr(module.__dict__.get("forward"), "__func__", None)
-        if isinstance(module, Swapped) and forward is not None and forward.__code__.co_name == FUSED:
-            yield module
+        given = (module.__dict__.get(name) for name in ("_original_forward", "forward"))  # Accelerate wraps the latter
+        forward = getattr(next((f for f in given if f is not None), None), "__func__", None)
+        if forward is not None and forward.__code__.co_name == FUSED:
+            yield module, forward
 
 
 def _by_pairs(layout: TokenLayout, batch: int) -> TokenLayout:
@@ -101,7 +119,8 @@ def _folded(fused: Callable, paired: bool, summed: bool) -> Callable:
         fields = {name: None if t is None else t[:, :length] for name, t in fields.items()}
         mask = (shift_labels != IGNORED)[:, :length]
         items = mask.sum().clamp(min=1) if num_items_in_batch is None else num_items_in_batch
-        loss = -fields["log_probs"].sum() / items
+        with torch._C.DisableTorchFunction():  # its value alone depends on an order
+            loss = -fields["log_probs"].sum() / items
         aux = None
         if kwargs.get("output_router_logits"):
             sizes = told["text_config"].num_experts, told["text_config"].num_experts_per_tok
