@@ -47,8 +47,8 @@ def use_folded_head(trainer: Trainer) -> None:
     references = list(_fused(reference))
     if reference is not None and not references:
         raise ValueError(
-            f"use_folded_head: trainer.ref_model is a {type(reference).__name__} without a head that TRL fused, expected "
-            "one that is neither compiled nor wrapped"
+            f"use_folded_head: trainer.ref_model is a {type(reference).__name__} without a head that TRL fused, "
+            "expected one that is neither compiled nor wrapped"
         )
     kinds = {kind.__name__ for kind in type(trainer).__mro__}
     paired, summed = PAIRED in kinds, not kinds.isdisjoint(SUMMED)
@@ -153,9 +153,9 @@ def _scored(model: nn.Module, hidden: Tensor, targets: Tensor, told: dict) -> di
     else:
         logprob, entropy = bi.token_logprob(logits(hidden, weight, bias), targets, temperature)
     fields = {"log_probs": logprob, "entropy": entropy if "entropy" in wanted else None}
-    others = ("log_sum_sq_probs", "mean_logits", "is_top1")
-    fields |= {name: torch.zeros_like(logprob) if name in wanted else None for name in others}
-    rest = [name for name in others if name in wanted]
+    others = {"log_sum_sq_probs": torch.float32, "mean_logits": torch.float32, "is_top1": torch.bool}
+    rest = {name: dtype for name, dtype in others.items() if name in wanted}
+    fields |= dict.fromkeys(others) | {name: torch.zeros_like(logprob, dtype=rest[name]) for name in rest}
     with torch.no_grad():
         rows, to = hidden.flatten(0, 1).split(max(1, CHUNK // len(weight))), targets.flatten()
         at = 0
@@ -164,10 +164,10 @@ def _scored(model: nn.Module, hidden: Tensor, targets: Tensor, told: dict) -> di
             chosen, where = to[at : at + len(part)], slice(at, at + len(part))
             found = {
                 "mean_logits": lambda z=z: bi.row_sum(z) / z.shape[1],
-                "is_top1": lambda z=z, chosen=chosen: (z.argmax(-1) == chosen).float(),
+                "is_top1": lambda z=z, chosen=chosen: z.argmax(-1) == chosen,
                 "log_sum_sq_probs": lambda z=z: bi.row_sum((2 * bi.log_softmax(z)).exp()).log(),
             }
             for name in rest:
-                fields[name].view(-1)[where] = torch.where(chosen == IGNORED, 0.0, found[name]())
+                fields[name].view(-1)[where] = found[name]().masked_fill(chosen == IGNORED, 0)
             at += len(part)
     return fields
