@@ -60,9 +60,8 @@ def use_folded_head(trainer: Trainer) -> None:
                 apply(model, strict=True)
             finally:
                 model.forward = given
-        model.forward = MethodType(_folded(fused, paired, summed), model)
-        if wrapped:
-            trainer.accelerator.prepare_model(model, evaluation_mode=True)
+        forward = _folded(fused, paired, summed)
+        model.forward = MethodType(trainer.accelerator.autocast()(forward) if wrapped else forward, model)
 
 
 def _fused(model: nn.Module | None) -> Iterator[tuple[nn.Module, Callable]]:
