@@ -8,6 +8,7 @@ import pyarrow
 import pytest
 import torch
 import transformers
+from conftest import slow_but
 from families import built
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -117,12 +118,7 @@ def trained(make, folder, batch: int, accumulated: int, ours: bool = True, lora:
     return weights(trainer)
 
 
-def slow(*names: str) -> list:
-    """Returns trainers, by name, that `make test-all` alone runs."""
-    return [pytest.param(globals()[name], id=name, marks=pytest.mark.slow) for name in names]
-
-
-@pytest.mark.parametrize("make", [grpo, sft, *slow("dpo", "kto", "rloo")])
+@pytest.mark.parametrize("make", slow_but([grpo, sft, dpo, kto, rloo], grpo, sft))
 def test_weights_do_not_depend_on_batch_size_and_accumulation(make, tmp_path):
     whole, split = (trained(make, tmp_path, *sizes) for sizes in ((4, 1), (2, 2)))
     assert all(torch.equal(a, b) for a, b in zip(whole, split, strict=True))
@@ -133,7 +129,7 @@ def test_weights_of_adapters_do_not_depend_on_batch_size_and_accumulation(tmp_pa
     assert all(torch.equal(a, b) for a, b in zip(whole, split, strict=True))
 
 
-@pytest.mark.parametrize("make", [grpo, *slow("dpo", "kto", "rloo")])
+@pytest.mark.parametrize("make", slow_but([grpo, dpo, kto, rloo], grpo))
 def test_the_control_of_stock_weights(make, tmp_path):
     whole, split = (trained(make, tmp_path, *sizes, ours=False) for sizes in ((4, 1), (2, 2)))
     assert not all(torch.equal(a, b) for a, b in zip(whole, split, strict=True))
@@ -172,13 +168,13 @@ def test_a_reference_model_without_a_fused_head_is_refused(tmp_path):
         use_folded_head(trainer)
 
 
-def recorded(trainer, seed: int = 1) -> tuple[torch.Tensor, ...]:
+def recorded(trainer) -> tuple[torch.Tensor, ...]:
     """Generates; returns ids, their mask, the generated tokens' logprobs and which of these come before the end."""
     kept = GRPO["max_completion_length"]
     given = trainer.processing_class(
         list(dataset("prompt")["prompt"]), return_tensors="pt", padding=True, padding_side="left"
     )
-    torch.manual_seed(seed)
+    torch.manual_seed(1)
     how = {"do_sample": True, "max_new_tokens": kept, "return_dict_in_generate": True, "output_logits": True}
     out = trainer.model.eval().generate(
         input_ids=given["input_ids"], attention_mask=given["attention_mask"], use_cache=True, **how
@@ -190,12 +186,15 @@ def recorded(trainer, seed: int = 1) -> tuple[torch.Tensor, ...]:
     return ids, torch.cat([given["attention_mask"], before.long()], 1), logprobs, before
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_recorded_logprobs_are_the_trainers_own(dtype, tmp_path):
+@pytest.mark.parametrize("dtype", slow_but([torch.float32, torch.bfloat16], torch.float32), ids=str)
+@pytest.mark.parametrize("bf16", slow_but([False, True], False))
+def test_recorded_logprobs_are_the_trainers_own(dtype, bf16, tmp_path, monkeypatch):
+    monkeypatch.setitem(COMMON, "bf16", bf16)
     differ = {}
     for ours in (True, False):
         trainer = made(grpo, tmp_path, 4, 1, ours, dtype=dtype)
-        ids, mask, logprobs, before = recorded(trainer)
+        with trainer.accelerator.autocast():  # as in training
+            ids, mask, logprobs, before = recorded(trainer)
         for batch in (None, 1):
             again = scored(trainer, trainer.model, ids, mask, batch)
             differ[ours, batch] = int((again != logprobs)[before].sum())
