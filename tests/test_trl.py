@@ -159,6 +159,15 @@ def test_a_reference_model_that_the_trainer_loads_has_the_bits_of_the_policy(bf1
         assert not torch.equal(torch.cat([logprobs(stock.ref_model, row) for row in ids.split(1)]), policy)
 
 
+def test_a_loss_that_takes_means_over_a_micro_batch_is_refused(tmp_path):
+    model = built("qwen3", 1).float()
+    apply(model, strict=True)
+    trainer = sft(model, tmp_path, 2, 2)  # a KTOTrainer would load its reference from a hub
+    trainer.__class__, trainer.args.loss_type = type("KTOTrainer", (SFTTrainer,), {}), "kto"
+    with pytest.raises(ValueError, match="use_folded_head: loss_type is 'kto', expected 'apo_zero_unpaired'"):
+        use_folded_head(trainer)
+
+
 def test_a_reference_model_without_a_fused_head_is_refused(tmp_path):
     model = built("qwen3", 1).float()
     apply(model, strict=True)

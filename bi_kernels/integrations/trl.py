@@ -26,6 +26,7 @@ from bi_kernels.tokens import TokenLayout
 IGNORED = -100
 FUSED = "_fused_forward"  # TRL's name of the forward that it sets
 CHUNK = 2**24  # logits that are held for what has no gradient
+UNPAIRED = "apo_zero_unpaired"  # KTO's loss of one sequence alone
 PAIRED = "DPOTrainer"  # a batch of its: what was chosen of each pair, then what was rejected
 SUMMED = (PAIRED, "KTOTrainer", "RLOOTrainer")  # they sum a sequence's logprobs over the width of the batch
 GRID = 2.0**-30  # a float64 holds any sum, up to 2**23, of its multiples: no order of addition rounds
@@ -51,6 +52,12 @@ def use_folded_head(trainer: Trainer) -> None:
             "expected one that is neither compiled nor wrapped"
         )
     kinds = {kind.__name__ for kind in type(trainer).__mro__}
+    loss = getattr(getattr(trainer, "args", None), "loss_type", None)
+    if "KTOTrainer" in kinds and loss != UNPAIRED:
+        raise ValueError(
+            f"use_folded_head: loss_type is {loss!r}, expected {UNPAIRED!r}: KTO's other losses take a mean over each "
+            "micro-batch"
+        )
     paired, summed = PAIRED in kinds, not kinds.isdisjoint(SUMMED)
     for model, fused in references + found:
         wrapped = model.__dict__.pop("_original_forward", None) is not None  # by Accelerate, in autocast
