@@ -1,5 +1,6 @@
 """What `apply` and the mode once said nothing about: gradients lost, code that only training runs, other tokens."""
 
+import contextlib
 import types
 import warnings
 from functools import partial
@@ -12,6 +13,8 @@ from accelerate.utils.operations import convert_outputs_to_fp32
 from families import built
 from peft import LoraConfig, get_peft_model
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import prune
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from transformers.models.qwen3 import modeling_qwen3
@@ -367,3 +370,57 @@ def test_a_sharded_model_is_refused(one_rank):
             for step in (shard, apply) if first else (apply, shard):
                 found = step(model)
             (found if isinstance(found, nn.Module) else model)(input_ids=IDS)
+
+
+def two_calls(model):
+    (model(input_ids=IDS).logits.sum() + model(input_ids=IDS).logits.sum()).backward()
+
+
+def interrupted(model):
+    handle = model.model.embed_tokens.register_full_backward_pre_hook(lambda *_: 1 / 0)
+    with contextlib.suppress(ZeroDivisionError):
+        model(input_ids=IDS).logits.sum().backward()
+    handle.remove()
+    model(input_ids=IDS)
+
+
+def in_ddp(how=None, **given):
+    """A call in a DistributedDataParallel, and what is done before it."""
+
+    def call(model):
+        ddp = DistributedDataParallel(model, **given)
+        if how is not None:
+            how(ddp)
+        ddp(input_ids=IDS)
+
+    return call
+
+
+def with_autocast(ddp):
+    with torch.autocast("cpu", torch.bfloat16):
+        ddp(input_ids=IDS)
+
+
+@pytest.mark.parametrize(
+    "family, call, sentence",
+    [
+        ("qwen3", in_ddp(static_graph=True), "static_graph=True, expected False"),
+        ("qwen3", in_ddp(lambda d: MainGrads(d.parameters())), "a MainGrads holds parameters that a Distributed"),
+        ("qwen3", in_ddp(lambda d: d.register_comm_hook(None, allreduce_hook)), "a communication hook, expected none"),
+        ("gpt2", in_ddp(with_autocast), "is cast or viewed by code that apply routes"),
+        ("qwen3", (two_calls, "fsdp2"), "one backward of two calls of a model that FSDP2 shards"),
+        ("qwen3", (interrupted, "fsdp2"), "an exception ended a backward of what fully_shard was given last"),
+        ("qwen3", (restore, "fsdp2"), "model was given to fully_shard, expected one before that"),
+    ],
+    ids=["static graph", "MainGrads", "hook", "autocast", "two calls", "interrupted", "restore"],
+)
+def test_what_ranks_would_sum_wrong_is_refused(family, call, sentence, one_rank):
+    from torch.distributed.fsdp import fully_shard
+
+    model = built(family, 1).float()
+    apply(model, strict=True)
+    if isinstance(call, tuple):
+        fully_shard(model, mesh=one_rank)
+        call, _ = call
+    with pytest.raises(ValueError, match=sentence):
+        call(model)

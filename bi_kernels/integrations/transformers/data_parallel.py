@@ -140,17 +140,17 @@ def check_reached(ddp: DistributedDataParallel, parameters: Iterable[nn.Paramete
 def _join_bucket(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
     """Puts the mean over ranks of a bucket's gradients, folds included, into its buffer."""
     ranks, task, grads = dist.get_world_size(group), current_backward(), bucket.gradients()
-    numbers = sum(g.numel() for g in grads)
-    flat = torch.zeros(-(-numbers // ranks) * ranks, device=bucket.buffer().device)
-    parts = [part.view(g.shape) for part, g in zip(flat[:numbers].split([g.numel() for g in grads]), grads)]
-    for part, p, g in zip(parts, bucket.parameters(), grads):
+    sizes = [g.numel() for g in grads]
+    flat = torch.zeros(-(-sum(sizes) // ranks) * ranks, device=bucket.buffer().device)
+    parts_of = lambda t: [part.view(g.shape) for part, g in zip(t[: sum(sizes)].split(sizes), grads)]
+    for part, p, g in zip(parts_of(flat), bucket.parameters(), grads):
         part.copy_(g)
         if (fold := folded_in(p, task, exchanged=True)) is not None:
             part.add_(fold)
     total = torch.empty_like(flat)
     all_gather(total, _share(flat, group, ranks), group=group)
-    for part, g in zip(total[:numbers].split([g.numel() for g in grads]), grads):
-        g.copy_(part.view(g.shape))
+    for part, g in zip(parts_of(total), grads):
+        g.copy_(part)
     done = torch.futures.Future(devices=[flat.device] if flat.is_cuda else [])
     done.set_result(bucket.buffer())
     return done
