@@ -13,6 +13,7 @@ from bi_kernels.audit.targets.model import Control, Relation, layout_rows, resco
 from bi_kernels.audit.targets.transformers import TransformersTarget, build, case, generated
 from bi_kernels.integrations.transformers import apply, restore
 from bi_kernels.integrations.transformers.gradients import forget
+from bi_kernels.integrations.transformers.modules import NORM
 
 
 def _halves_for_few_rows(self: nn.Linear, x: Tensor) -> Tensor:
@@ -102,9 +103,10 @@ def _restored_in_part(session) -> list[Row]:
     target = _target(session, ours=False)
     before, model = target.state(), target.model
     apply(model)
-    ours = type(model.model.norm)
+    norm = model.model.norm
+    ours, computes = type(norm), norm.__dict__[NORM]
     restore(model)
-    model.model.norm.__class__ = ours
+    norm.__class__, norm.__dict__[NORM] = ours, computes
     return [target.restored_row(before)]
 
 
