@@ -300,6 +300,30 @@ def test_the_control_of_forwards_that_are_set():
     assert "lm_head.weight" in drifting(model)
 
 
+def linears(self, x):
+    inner = F.silu(F.linear(x, self.gate_proj.weight)) * F.linear(x, self.up_proj.weight)
+    return F.linear(inner, self.down_proj.weight)
+
+
+@pytest.mark.parametrize("where", ["instance", "swapped class", "class"])
+def test_a_forward_that_is_set_on_a_part_is_refused_without_gradients_too(where, monkeypatch):
+    model = built("qwen3", 1)
+    apply(model, strict=True)
+    mlp = model.model.layers[0].mlp
+    at = {"instance": mlp, "swapped class": type(mlp), "class": modeling_qwen3.Qwen3MLP}[where]
+    monkeypatch.setattr(at, "forward", partial(linears, mlp) if at is mlp else linears)
+    for mode in (torch.no_grad(), contextlib.nullcontext()):
+        with mode, pytest.raises(ValueError, match="the forward of .*mlp, a Qwen3MLP, was set after apply"):
+            model(IDS)
+
+
+def test_a_forward_that_is_set_on_a_parts_class_before_apply_is_folded(monkeypatch):
+    monkeypatch.setattr(modeling_qwen3.Qwen3MLP, "forward", linears)
+    model = built("qwen3", 1)
+    apply(model, strict=True)
+    assert drifting(model) == []
+
+
 def test_accelerates_forward_is_folded():
     model = built("qwen3", 1)
     apply(model, strict=True)
@@ -424,3 +448,12 @@ def test_what_ranks_would_sum_wrong_is_refused(family, call, sentence, one_rank)
         call, _ = call
     with pytest.raises(ValueError, match=sentence):
         call(model)
+
+
+def test_apply_draws_nothing_on_a_default_device():
+    model, other = built("qwen3_moe", 1), built("qwen3_moe", 1)
+    with torch.device("meta"):
+        report = apply(model, strict=True)
+        found = model(IDS).logits
+    apply(other)
+    assert report.split_invariant and torch.equal(found, other(IDS).logits)

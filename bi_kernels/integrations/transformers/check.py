@@ -50,7 +50,7 @@ def check(
     """
     embedding = token_embedding(model)
     device, g = embedding.weight.device, torch.Generator().manual_seed(0)
-    ids = [torch.randint(1, embedding.num_embeddings, (n,), generator=g).to(device) for n in lengths]
+    ids = [torch.randint(1, embedding.num_embeddings, (n,), generator=g, device="cpu").to(device) for n in lengths]
     with as_it_was(model):
         names = [*LAYOUTS] if layouts is None else [*layouts]
         found = _forward(model, ids, names)
@@ -176,7 +176,7 @@ def _step(model: nn.Module, calls: list[list[int]], ids: list[Tensor], left: boo
         with torch.enable_grad():
             results = by_sequence(model, [ids[i] for i in call], left)
             while len(weights) <= max(call):
-                weights.append(torch.randn(results[call.index(len(weights))].shape, generator=g))
+                weights.append(torch.randn(results[call.index(len(weights))].shape, generator=g, device="cpu"))
             sum((y.float() * weights[i].to(y.device)).sum() for i, y in zip(call, results)).backward()
     found = {}
     for name, p in model.named_parameters():

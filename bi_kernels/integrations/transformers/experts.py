@@ -61,7 +61,7 @@ def _candidates(gated: bool, numbers: tuple[float, ...]) -> Iterator[Callable]:
 
 def _recognised(module: nn.Module, plain: Callable, device: torch.device) -> Callable | None:
     """Returns our op that computes what the module's own code does on random numbers; None where none does."""
-    up = 8 * torch.randn(4, 64, generator=torch.Generator().manual_seed(0)).to(device)
+    up = 8 * torch.randn(4, 64, generator=torch.Generator().manual_seed(0), device="cpu").to(device)
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         try:
             expected = plain(up)

@@ -249,7 +249,7 @@ class Rotary(Swapped):
         longest = max(self.config.max_position_embeddings, past + position_ids.shape[-1], room, _last(position_ids) + 1)
         table = self.__dict__.get("bi_kernels_table")
         if table is None or table.cos.device != x.device or len(table.cos) < longest:
-            position = torch.arange(longest, dtype=torch.float64)[:, None]
+            position = torch.arange(longest, dtype=torch.float64, device="cpu")[:, None]
             angle, scale = position * self.frequencies().double(), float(self.attention_scaling)
             table = bi.RopeTable(*((f * scale).float().to(x.device) for f in (angle.cos(), angle.sin())))
             self.__dict__["bi_kernels_table"] = table
@@ -260,7 +260,8 @@ class Rotary(Swapped):
         or in the last bits."""
         given = self.inv_freq.detach().cpu()
         make = self.compute_default_rope_parameters
-        exact = (make if self.rope_type == "default" else ROPE_INIT_FUNCTIONS[self.rope_type])(self.config)[0].cpu()
+        with torch.device("cpu"):
+            exact = (make if self.rope_type == "default" else ROPE_INIT_FUNCTIONS[self.rope_type])(self.config)[0].cpu()
         rounded = exact.to(given.dtype).float()
         same = (rounded - given.float()).abs() <= 2.0**-20 * rounded.abs()
         return exact if bool(same.all()) else given

@@ -78,7 +78,7 @@ def _recognised(module: nn.Module) -> Norm | None:
     if not found or not 2 <= len(weight) <= WIDEST:
         return None
     g = torch.Generator().manual_seed(0)
-    drawn = lambda *shape: torch.randn(*shape, generator=g).to(weight.device)
+    drawn = lambda *shape: torch.randn(*shape, generator=g, device="cpu").to(weight.device)
     alone = deepcopy(module).float().eval()
     for p in alone.parameters():
         p.copy_(drawn(len(weight)))

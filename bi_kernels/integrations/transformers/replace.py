@@ -18,6 +18,7 @@ from bi_kernels.integrations.transformers.report import Report
 from bi_kernels.integrations.transformers.routing import GRADIENT, ROUTED, Routed, Trial, stock_logits
 from bi_kernels.integrations.transformers.swap import (
     FOLDED,
+    FORWARDS,
     PARTS,
     WITHIN,
     Swapped,
@@ -213,6 +214,6 @@ def _undo(done: list[nn.Module]) -> None:
         before = module.__dict__.pop("bi_kernels_before", None)
         if before is not None:
             module.config._attn_implementation_internal = before
-        for kept in ("bi_kernels_table", PARTS, FOLDED, WITHIN, ROUTED, modules.NORM):
+        for kept in ("bi_kernels_table", PARTS, FORWARDS, FOLDED, WITHIN, ROUTED, modules.NORM):
             module.__dict__.pop(kept, None)
         module.__class__ = type(module).replaces

@@ -199,7 +199,7 @@ def _training(model: nn.Module) -> Iterator[None]:
 
 def _inputs(model: nn.Module) -> tuple[dict[str, Tensor], list[slice]]:
     embedding, g = token_embedding(model), torch.Generator().manual_seed(0)
-    ids = [torch.randint(1, embedding.num_embeddings, (n,), generator=g) for n in LENGTHS]
+    ids = [torch.randint(1, embedding.num_embeddings, (n,), generator=g, device="cpu") for n in LENGTHS]
     return padded([s.to(embedding.weight.device) for s in ids], left=True)
 
 

@@ -1,11 +1,14 @@
 """Swaps a module's class for a subclass with our forward and the same name, until `restore`."""
 
 import functools
+import zlib
 from collections.abc import Container
+from types import CodeType
 
 from torch import nn
 
 PARTS = "bi_kernels_parts"
+FORWARDS = "bi_kernels_forwards"
 FOLDED = "bi_kernels_folded"
 WITHIN = "bi_kernels_within"  # of a module: that a model of ours calls it
 OPS = "bi_kernels_ops"  # of a module whose weight ranks share; see ranks.py
@@ -43,7 +46,17 @@ def swapped(replaces: type[nn.Module], kind: type[Swapped]) -> type[nn.Module]:
     """Returns the class of a kind that takes the place of `replaces`, under its name."""
     body = {"replaces": replaces, "kind": kind}
     body |= {"__module__": replaces.__module__, "__qualname__": replaces.__qualname__}
-    return type(replaces.__name__, (kind, replaces), body | kind.members(replaces))
+    made = type(replaces.__name__, (kind, replaces), body | kind.members(replaces))
+    made.code = _code(made)
+    return made
+
+
+def _code(kind: type[nn.Module]) -> int:
+    """Returns a checksum of a class's forward, and of the one that it takes the place of. Copies and pickles keep
+    it."""
+    codes = (getattr(k.forward, "__code__", None) for k in (kind, getattr(kind, "replaces", kind)))
+    said = [(c.co_code, c.co_names, [x for x in c.co_consts if not isinstance(x, CodeType)]) for c in codes if c]
+    return zlib.crc32(repr(said).encode())
 
 
 def causal_lm(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
@@ -66,11 +79,26 @@ def remember_parts(model: nn.Module, folded: set[str]) -> None:
         for name, m in model.named_modules()
         if m._modules
     ]
+    by_class: dict[type, list] = {}
+    for name, m in model.named_modules():
+        if not hasattr(m, "naming"):  # a model's may be set
+            by_class.setdefault(type(m), []).append((name, m))
+    model.__dict__[FORWARDS] = [
+        (kind.code if issubclass(kind, Swapped) else _code(kind), parts) for kind, parts in by_class.items()
+    ]
 
 
 def check_parts(op: str, model: nn.Module) -> None:
-    """Raises ValueError if a module has taken another's place since `apply`. A module that was added beside them is
-    called by none that `apply` saw, except in a list of modules."""
+    """Raises ValueError if a module has taken another's place since `apply`, or a part's forward was set. A module that
+    was added beside them is called by none that `apply` saw, except in a list of modules."""
+    for code, parts in model.__dict__.get(FORWARDS, ()):
+        is_changed = _code(type(parts[0][1])) != code
+        for name, m in parts:
+            if is_changed or "forward" in m.__dict__:
+                raise ValueError(
+                    f"{op}: the forward of {name}, a {type(m).__name__}, was set after apply(model), expected the one "
+                    "that apply saw: set it on the class before apply; after it only a whole model's may be set"
+                )
     for name, is_list, now, before in model.__dict__.get(PARTS, ()):
         if now != before:
             for part in [*before, *now] if is_list else before:
