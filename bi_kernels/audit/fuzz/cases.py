@@ -83,7 +83,8 @@ def draw(
     tokens = limits["attention_fp64" if full and op.cache else "tokens"]
     most = max(1, min(tokens, limits["elements"] // wide))
     many = max(1, min(limits["sequences" if op.cache else "many"], limits["elements"] // (SHORT * wide)))
-    lengths = _lengths(population, _edge(rng, _log_uniform(rng, 1, most)), many, rng)
+    total = _edge(rng, _log_uniform(rng, 1, most), limits)
+    lengths = _lengths(population, total, many, rng, limits)
     case = next(iter(op.cases("tiny")))
     problem = OpConfig(
         replace(op, constants=op.constants | arguments), case, dtype, "tiny", device, seed + number, sizes
@@ -91,7 +92,7 @@ def draw(
     subject = OpUnderTest(
         problem, function, candidate, device_name, command, own_lengths=lengths, twins=population == "twins"
     )
-    return Case(subject, number, kind, population, arguments, _groups(lengths, rng), _parts(lengths, rng), full)
+    return Case(subject, number, kind, population, arguments, _groups(lengths, rng), _parts(lengths, rng, limits), full)
 
 
 def pool_entry(number: int, op: Op, device: str) -> int | None:
@@ -114,9 +115,9 @@ def _numbers(dims: str, sizes: dict) -> list[int]:
     return [sizes.get(d.strip(), 1) for d in dims.split(":")[0].split(",")]
 
 
-def _edge(rng: np.random.Generator, n: int) -> int:
-    """Returns n or, of three times once, a number next to it at the edge of a tile: the last row, or one beside it."""
-    if rng.integers(3):
+def _edge(rng: np.random.Generator, n: int, limits: dict) -> int:
+    """Returns n or, of three times once on a GPU, a number near it at the edge of a tile: full, one less or more."""
+    if "pool" not in limits or rng.integers(3):
         return n
     tile = int(rng.choice([t for t in TILES if t <= max(n, TILES[0])]))
     return max(1, round(n / tile) * tile + int(rng.integers(-1, 2)))
@@ -145,21 +146,23 @@ def _sizes(op: Op, number: int, rng: np.random.Generator, limits: dict, usual: b
     return {k: -(-n // op.multiples.get(k, 1)) * op.multiples.get(k, 1) for k, n in sizes.items() if k in names}
 
 
-def _lengths(population: str, total: int, many: int, rng: np.random.Generator) -> list[int]:
+def _lengths(population: str, total: int, many: int, rng: np.random.Generator, limits: dict) -> list[int]:
     """Draws the lengths of samples of about `total` tokens together."""
-    short = lambda n: rng.integers(1, SHORT, n).tolist()
+    short, pooled = lambda n: rng.integers(1, SHORT, n).tolist(), "pool" in limits
     if population == "many":
-        return short(_log_uniform(rng, min(FEW, many), many))
+        return short(_log_uniform(rng, min(FEW, many), many) if pooled else many)
     if population == "equal":
-        n = min(total, _edge(rng, _log_uniform(rng, 1, total)))
+        n = min(total, _edge(rng, _log_uniform(rng, 1, total), limits))
         return [n] * max(1, min(2 * FEW, total // n))
     if population == "ones":
-        return [1] * min(total, 3 * FEW, many)
+        return [1] * min(total, 3 * FEW, many if pooled else total)
     if population == "one long":
         return [*short(3), total, *short(int(rng.integers(1, 9)))]
     lengths = []
     while sum(lengths) < total and len(lengths) < FEW:
         lengths.append(_log_uniform(rng, 1, total - sum(lengths)))
+    if pooled:  # else some tokens are left
+        lengths[-1] += total - sum(lengths)
     if population == "sixteens":
         return [-(-n // 16) * 16 for n in lengths]
     if population == "twins":
@@ -183,9 +186,12 @@ def _groups(lengths: Sequence[int], rng: np.random.Generator) -> list[Call]:
     return calls
 
 
-def _parts(lengths: Sequence[int], rng: np.random.Generator) -> list[Call]:
+def _parts(lengths: Sequence[int], rng: np.random.Generator, limits: dict) -> list[Call]:
     """Splits samples as a rollout does: a position a call of all that have one, or each in chunks."""
     samples = [s for s in spans(lengths) if len(s)]
     if max(lengths) <= 2 * FEW and (len(samples) > FEW or rng.integers(2)):
         return decode(samples)
-    return chunks(samples, -(-max(lengths) // int(rng.integers(1, FEW))))
+    pieces = int(rng.integers(1, FEW))
+    if "pool" in limits:  # where a call takes longer than what it computes
+        pieces = min(pieces, 1 + 2 * FEW // len(samples))
+    return chunks(samples, -(-max(lengths) // pieces))
