@@ -63,11 +63,11 @@ def _in_turn(subjects: Sequence[OpUnderTest], numbers: range) -> list[Part]:
     far apart.
     """
     found = []
-    for subject in subjects:
+    for subject in reversed(subjects):
         p = subject.problem
         entries = grouped(numbers, lambda n: pool_entry(n, p.op, p.device.type) or 0)
         for entry, mine in entries.items():
-            last = not (p.op.cache or p.op.name == "lm_head_logprob"), bool(p.op.variant_of), entry
+            last = not p.op.cache, p.op.name != "lm_head_logprob", bool(p.op.variant_of), entry
             for at in range(0, len(mine), AT_ONCE):
                 found.append((last, (p.op.name, dtype_name(p.dtype), tuple(mine[at : at + AT_ONCE]))))
     return [part for _, part in sorted(found, key=lambda one: one[0])]
@@ -92,7 +92,7 @@ def _raised(session, op: str, dtype: str, number: int, error: Exception) -> tupl
     subject = session.subject(op, dtype, session.candidate.functions[op], session.candidate.spec)
     subject.command = _command(session, op, dtype, number)
     row = subject.row("invariance", "packed", against="packed", detail=f"case {number}: {sentence(error)}")
-    return [row], [(op, "", 0, 1, False)]
+    return [row], [(op, "not drawn", 1, 1, False)]
 
 
 def judge_some(session, part: Part) -> tuple[list[Row], list[Seen]]:
