@@ -88,7 +88,7 @@ def _quick(s: OpUnderTest) -> Iterator[Row]:
 def _drawn(s: OpUnderTest) -> Iterator[Row]:
     p = s.problem
     for number in range(DRAWN):
-        yield from drawn.judge(drawn_cases.draw(p.op, s.function, number, p.dtype, p.device, p.seed))
+        yield from drawn.judge(drawn_cases.draw(p.op, s.function, number, p.dtype, p.device, p.seed, full=True))
 
 
 def _rest(s: OpUnderTest) -> Iterator[Row]:

@@ -48,7 +48,7 @@ class Processes(Pool):
 def begin(audit: str, parameters: dict) -> Processes:
     """Starts the processes of an audit on a GPU, which load their sessions while the caller loads its own."""
     beside = int(os.environ.get("BI_AUDIT_JOBS", "1"))  # audits that share the GPU's memory, as the runner says
-    count = max(1, min(PROCESSES.get(audit, MOST), len(os.sched_getaffinity(0)) * 3 // 4) // beside)
+    count = max(1, min(PROCESSES.get(audit, MOST), len(os.sched_getaffinity(0)) * 7 // 8) // beside)
     return Processes(count, audit, parameters)
 
 

@@ -71,8 +71,9 @@ class RegistryParameters(Parameters):
 class RandomParameters(RegistryParameters):
     """Parameters of the audit of cases that are drawn."""
 
-    cases: int = integer(8, least=1)  # of each op and dtype
+    cases: int = integer(0, least=0)  # of each op and dtype; 0: as the contract says of the device
     first: int = integer(0, least=0)  # the number of the first
+    total: int = integer(0, least=0)  # at least so many of all ops and dtypes together, in place of `cases`
 
 
 @dataclass(frozen=True)

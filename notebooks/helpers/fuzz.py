@@ -1,84 +1,130 @@
 """Judges cases drawn by seed, of every op: a row an op, dtype and question, and one a case that needs a fix."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import matplotlib.pyplot as plt
 
 from bi_kernels.audit import parallel
 from bi_kernels.audit.controls.run import groups, judge_control
-from bi_kernels.audit.findings import NEEDS_FIX, PASS, UNSUPPORTED, Row, grouped
-from bi_kernels.audit.fuzz.cases import FINITE, RANDOM, Case, draw
+from bi_kernels.audit.findings import NEEDS_FIX, PASS, UNSUPPORTED, Row, grouped, sentence
+from bi_kernels.audit.fuzz.cases import RANDOM, ROUND, Case, draw, pool_entry
 from bi_kernels.audit.fuzz.checks import QUESTIONS, judge
+from bi_kernels.audit.parameters import command
+from bi_kernels.audit.progress import Voice
 from bi_kernels.audit.registry import OPS
 from bi_kernels.audit.report import tables
 from bi_kernels.audit.report.markdown import Markdown
-from bi_kernels.audit.targets.op_config import OpConfig
+from bi_kernels.audit.targets.op import OpUnderTest
 from bi_kernels.contract import DTYPES, dtype_name
 from helpers.coverage import missing
 
-AT_ONCE = 256, 6  # cases that one process is given, which compiles their kernels first; and of attention
+AT_ONCE = 256  # cases that one process is given
 SHOWN = 3  # cases of one op, dtype and question that have a row of their own
 DRAWN = "drawn"
 
+Part = tuple[str, str, tuple[int, ...]]  # op, dtype, numbers of cases
 Seen = tuple[str, str, int, int, bool]  # op, population, tokens, largest dimension, whether all passed
 
 
 def judge_cases(session) -> tuple[list[Row], list[Seen]]:
-    """Judges `cases` cases of every op and dtype, from number `first` on; records and returns the rows, and what was
-    drawn."""
-    first, count = session.parameters["first"], session.parameters["cases"]
+    """Judges `cases` cases of every op and dtype, or `total` of all together, from number `first` on; records and
+    returns the rows, and what was drawn."""
     subjects = [s for s in session.make() if s.problem.case == next(iter(s.problem.op.cases("tiny")))]
-    parts = {number: _parts(s.problem, first, count) for number, s in enumerate(subjects)}
-    # attention's compile longest and the LM head's take most, so they begin
-    longest = [n for n, s in enumerate(subjects) if s.problem.op.cache or s.problem.op.name == "lm_head_logprob"]
-    parallel.ahead(session, judge_some, [part for n in longest for part in parts[n]])
-    judged = parallel.each(session, judge_some, [part for several in parts.values() for part in several])
+    first, count, total = (session.parameters[name] for name in ("first", "cases", "total"))
+    count = math.ceil(total / len(subjects)) or count or RANDOM[session.device.type]["cases"]
+    numbers = range(first, first + count)
+    parts = _in_turn(subjects, numbers)
+    parallel.ahead(session, judge_some, parts)
     parallel.ahead(session, judge_control, groups(session))
+    found: dict[tuple[str, str], tuple[list[Row], list[Seen]]] = {}
+    for part in Voice(session.audit, len(parts), quiet=not session.on_gpu).steps(parts):
+        for known, new in zip(found.setdefault(part[:2], ([], [])), _judged(session, part)):
+            known += new
     rows, seen = [], []
-    for number, subject in enumerate(subjects):
-        found, drawn = (sum(part, []) for part in zip(*(next(judged) for _ in parts[number])))
-        found = summed(found)
-        if not session.quick and any(r.verdict != UNSUPPORTED for r in found):
-            found += missing(
-                found, subject, [{"relation": relation, "layout": layout} for relation, layout in QUESTIONS]
-            )
-        session.add(found)
-        rows, seen = rows + found, seen + drawn
+    for subject in subjects:
+        p = subject.problem
+        mine, drawn = found[p.op.name, dtype_name(p.dtype)]
+        mine = summed(mine)
+        full = sum(not number % RANDOM[p.device.type]["full"] for number in numbers)
+        if full >= ROUND and any(r.verdict != UNSUPPORTED for r in mine):
+            mine += missing(mine, subject, [{"relation": relation, "layout": layout} for relation, layout in QUESTIONS])
+        session.add(mine)
+        rows, seen = rows + mine, seen + drawn
     return rows, seen
 
 
-def _parts(p: OpConfig, first: int, count: int) -> list[tuple[str, str, int, int]]:
-    """Returns the parts in which cases of one op and dtype are judged: whose they are, the first and the end."""
-    fewer = max(math.ceil(count * RANDOM[p.device.type]["attention"]), min(count, len(FINITE)))  # each kind of inputs
-    end = first + (fewer if p.op.cache else count)
-    most = AT_ONCE[bool(p.op.cache)]
-    return [(p.op.name, dtype_name(p.dtype), n, min(n + most, end)) for n in range(first, end, most)]
+def _in_turn(subjects: Sequence[OpUnderTest], numbers: range) -> list[Part]:
+    """Returns the parts in which cases are judged: those of an op and dtype with the same widths, whose kernels one
+    process compiles.
+
+    Attention's take longest to compile and the LM head's most memory, so they begin; parts that share some kernels are
+    far apart.
+    """
+    found = []
+    for subject in reversed(subjects):
+        p = subject.problem
+        entries = grouped(numbers, lambda n: pool_entry(n, p.op, p.device.type) or 0)
+        for entry, mine in entries.items():
+            last = not p.op.cache, p.op.name != "lm_head_logprob", bool(p.op.variant_of), entry
+            for at in range(0, len(mine), AT_ONCE):
+                found.append((last, (p.op.name, dtype_name(p.dtype), tuple(mine[at : at + AT_ONCE]))))
+    return [part for _, part in sorted(found, key=lambda one: one[0])]
 
 
-def judge_some(session, item: tuple[str, str, int, int]) -> tuple[list[Row], list[Seen]]:
+def _judged(session, part: Part) -> tuple[list[Row], list[Seen]]:
+    """Returns what was found in a part. Where its process ends, each case is judged by itself."""
+    op, dtype, numbers = part
+    try:
+        return next(parallel.each(session, judge_some, [part]))
+    except RuntimeError as error:
+        if len(numbers) == 1:
+            return _raised(session, op, dtype, numbers[0], error)
+    alone = [(op, dtype, (n,)) for n in numbers]
+    parallel.ahead(session, judge_some, alone)
+    rows, seen = zip(*(_judged(session, one) for one in alone))
+    return sum(rows, []), sum(seen, [])
+
+
+def _raised(session, op: str, dtype: str, number: int, error: Exception) -> tuple[list[Row], list[Seen]]:
+    """Returns the row of a case that raised, or ended its process."""
+    subject = session.subject(op, dtype, session.candidate.functions[op], session.candidate.spec)
+    subject.command = _command(session, op, dtype, number)
+    row = subject.row("invariance", "packed", against="packed", detail=f"case {number}: {sentence(error)}")
+    return [row], [(op, "not drawn", 1, 1, False)]
+
+
+def judge_some(session, part: Part) -> tuple[list[Row], list[Seen]]:
     """Judges some cases of one op and dtype."""
-    op, dtype, first, end = item
+    op, dtype, numbers = part
     rows, seen = [], []
-    for number in range(first, end):
-        case = drawn(session, op, dtype, number)
-        found = judge(case)
-        sizes = case.subject.problem.sizes
-        passed = all(r.verdict == PASS for r in found)
-        seen.append((op, case.population, sum(case.subject.lengths), max(sizes.values(), default=1), passed))
+    for number in numbers:
+        try:
+            case = drawn(session, op, dtype, number)
+            found = judge(case)
+        except Exception as error:  # the others are judged all the same
+            found, nothing = _raised(session, op, dtype, number, error)
+            seen += nothing
+        else:
+            sizes = case.subject.problem.sizes
+            passed = all(r.verdict == PASS for r in found)
+            seen.append((op, case.population, sum(case.subject.lengths), max(sizes.values(), default=1), passed))
         rows += found
     return rows, seen
 
 
 def drawn(session, op: str, dtype: str, number: int) -> Case:
     """Returns case `number` of an op of the session's candidate."""
-    p = session.parameters
-    this = f"{session.command.partition(' -p first')[0].partition(' -p cases')[0]} -p first {number} -p cases 1"
-    one = this if "--dtype" in this else f"{this} --dtype {dtype}"
-    command = one if p["op"] else f"{one} -p op {op}"
     function = session.candidate.functions[op]
-    said = session.candidate.spec, session.device_label, command
-    return draw(OPS[op], function, number, DTYPES[dtype], session.device, p["seed"], *said)
+    said = session.candidate.spec, session.device_label, _command(session, op, dtype, number)
+    return draw(OPS[op], function, number, DTYPES[dtype], session.device, session.parameters["seed"], *said)
+
+
+def _command(session, op: str, dtype: str, number: int) -> str:
+    """Returns the command that judges one case."""
+    one = {"op": session.parameters["op"] or op, "dtype": dtype, "first": number, "cases": 1, "total": 0}
+    return command(session.audit, session.parameters | one)
 
 
 def summed(rows: list[Row]) -> list[Row]:

@@ -84,7 +84,8 @@ def _accuracy(s: OpUnderTest) -> Iterable[Row]:
 
 def _drawn(s: OpUnderTest) -> Iterable[Row]:
     p = s.problem
-    draws = (draw(p.op, s.function, i, p.dtype, p.device, p.seed, s.candidate, s.device) for i in range(DRAWS))
+    given = p.dtype, p.device, p.seed, s.candidate, s.device
+    draws = (draw(p.op, s.function, i, *given, full=True) for i in range(DRAWS))
     return (row for case in draws for row in fuzz.judge(case))
 
 
