@@ -40,15 +40,14 @@ def run(given, out: Path) -> tuple[list[str], bool]:
             number[found["verdict"]] += 1
             progress.update(task, completed=len(mutants) - left, word=", ".join(f"{n} {k}" for k, n in number.items()))
 
-        found = judged(mutants, where.type, given.jobs, out / KEPT, tell, range(given.seeds), until)
-    missing = len(mutants) - len(found)
+        found, missing = judged(mutants, where.type, given.jobs, out / KEPT, tell, range(given.seeds), until)
     if not found:
         return [f"no mutant is judged yet; the same command goes on with {out / KEPT}"], False
     of = {m.id: m for m in mutants}
     wrong = document.check_equivalents(found, entries, of, where.type)
     parameters = {"audits": " ".join(given.names) or "all", "sample": given.sample or "all", "seed": given.seed}
     parameters |= {"files": given.files or "all", "seeds": given.seeds}
-    parameters |= {"not judged yet": missing} if missing else {}
+    parameters |= {"open": f"{missing} of {len(mutants)}"} if missing else {}
     device = given.device if given.device != "auto" else None
     told = {"--sample": given.sample, "--files": given.files and shlex.quote(given.files) or None}
     told |= {"--seed": given.seed or None, "--seeds": given.seeds if given.seeds != len(SEEDS) else None}
@@ -59,7 +58,9 @@ def run(given, out: Path) -> tuple[list[str], bool]:
     document.record(out, found, of, made, there)
     document.write(out)
     if missing:
-        wrong.append(f"{missing} of {len(mutants)} are not judged yet; the same command goes on with {out / KEPT}")
+        wrong.append(
+            f"{missing} of {len(mutants)} are not judged to the end; the same command goes on with {out / KEPT}"
+        )
     else:
         (out / KEPT).unlink()
     failed = document.rate(found) < document.GOAL or any(document.BUT in line for line in wrong)

@@ -54,8 +54,12 @@ def stages(op: str, dtype: str, device: str, depth: str, seed: int, first: str =
     s = _as_in_the_audit(session)
     every = _of_sm_90(s, op, at) if depth == SM_90 else _stages(session, s, op, at, depth == ALL, device == "cuda")
     for name, rows in sorted(every, key=lambda stage: stage[0] != first):
-        yield name, rows()
+        yield name, _lazily(rows)
         s.forget()
+
+
+def _lazily(rows: Callable[[], Iterable[Row]]) -> Iterator[Row]:
+    yield from rows()
 
 
 def _stages(session, s: OpUnderTest, op: str, at: Callable, whole: bool, on_gpu: bool) -> list[Stage]:
@@ -187,29 +191,34 @@ MORE: dict[str, Callable] = {
 }
 
 
-def killer(asks: list[tuple[str, str, str]], seeds: Sequence[int], device: str, patience: int) -> dict:
+def killer(
+    asks: list[tuple[str, str, str]], seeds: Sequence[int], device: str, patience: int, only: Sequence[str] = ()
+) -> dict:
     """Judges the mutant that is imported.
 
-    Returns which check killed it with the first seed, as a dict with op, dtype and stage; its `verdict` is "survived"
-    where none did, or none does with another seed. `longest` is the seconds that an answer took at most, `took` those
-    of each stage.
+    Returns which check killed it with the first seed, as a dict with op, dtype and stage; `by` names those of every
+    seed; its `verdict` is "survived" where none did, or none does with another seed. `longest` is the seconds that an
+    answer took at most, `took` those of each stage.
 
     asks: ops, dtypes, and how much is asked; patience: seconds after which a signal ends this process, where no answer
-    comes; 0: never.
+    comes; 0: never; only: the stages that are asked, or all.
     """
-    asks, first = list(map(tuple, asks)), {}
+    asks, first, by_seed = list(map(tuple, asks)), {}, {}
     for seed in seeds:
-        found = _killer(asks, device, seed, patience, first)
+        found = _killer(asks, device, seed, patience, first, only)
         signal.alarm(0)
         if found["verdict"] == "survived":
             by = "killed by {relation} {layout} of {op}, {dtype}, with seed".format_map(first) if first else ""
             return found | ({"detail": f"{by} {seeds[0]}, but by nothing with seed {seed}"} if first else {})
         first = first or found
+        by_seed[str(seed)] = [found[k] for k in ("op", "dtype", "depth", "stage")]
         asks.sort(key=lambda ask: ask[:2] != (first["op"], first["dtype"]))  # what killed comes first
-    return first
+    return first | {"by": by_seed}
 
 
-def _killer(asks: list[tuple[str, str, str]], device: str, seed: int, patience: int, before: dict) -> dict:
+def _killer(
+    asks: list[tuple[str, str, str]], device: str, seed: int, patience: int, before: dict, only: Sequence[str]
+) -> dict:
     """before: what killed with another seed, whose stage comes first."""
     count, longest, last, took = 0, 0.0, time.monotonic(), {}
     for op, dtype, depth in asks:
@@ -219,7 +228,7 @@ def _killer(asks: list[tuple[str, str, str]], device: str, seed: int, patience: 
             signal.alarm(patience)
             for stage, rows in stages(op, dtype, device, depth, seed, before["stage"] if mine else ""):
                 began = time.monotonic()
-                for row in rows:
+                for row in rows if not only or stage in only else ():
                     signal.alarm(patience)
                     now = time.monotonic()
                     count, longest, last = count + 1, max(longest, now - last), now
@@ -235,6 +244,6 @@ def _killer(asks: list[tuple[str, str, str]], device: str, seed: int, patience: 
                 continue
         except Exception as error:
             detail = f"{type(error).__name__}: {error}"
-        found = {"verdict": "killed", "op": op, "dtype": dtype, "stage": stage, "checks": count}
-        return found | {"relation": relation, "layout": layout, "detail": detail[:200]}
+        found = {"verdict": "killed", "op": op, "dtype": dtype, "depth": depth, "stage": stage}
+        return found | {"relation": relation, "layout": layout, "detail": detail[:200], "checks": count}
     return {"verdict": "survived", "checks": count, "longest": round(longest, 1), "took": took}

@@ -46,14 +46,14 @@ def attends(op: str) -> bool:
     return op in OPS and bool(OPS[op].cache)
 
 
-def asks_of(mutant: Mutant) -> list[tuple[str, str, str]]:
+def asks_of(mutant: Mutant) -> tuple[tuple[str, str, str], ...]:
     """Returns what a mutant is judged by: ops, dtypes, and how much is asked of each. Kernels for sm_90 compute 16 bits
     alone."""
     ops = sorted(ops_for(mutant.file, mutant.function), key=attends)
     if on_hopper(mutant.file):
-        return [(op, "bf16", SM_90) for op in ops]
+        return tuple((op, "bf16", SM_90) for op in ops)
     depth = lambda op, dtype: ALL if dtype == DTYPE_ORDER[0] or attends(op) else SOME
-    return [(op, dtype, depth(op, dtype)) for dtype in DTYPE_ORDER for op in ops]
+    return tuple((op, dtype, depth(op, dtype)) for dtype in DTYPE_ORDER for op in ops)
 
 
 class Copy:
@@ -76,9 +76,10 @@ class Copy:
         limits: tuple[int, int],
         seeds: Sequence[int] = SEEDS,
         until: float = math.inf,
+        only: Sequence[str] = (),
     ) -> dict | None:
-        """Returns the verdict on a mutant, or on the package as it is; limits: seconds for all, and for an answer.
-        None where there is none at `until`, by time.monotonic()."""
+        """Returns the verdict on a mutant, or on the package as it is; limits: seconds for all, and for an answer;
+        only: the stages that are asked, or all. None where there is no verdict at `until`, by time.monotonic()."""
         if time.monotonic() > until - GRACE:
             return None
         path = self.package / mutant.file if mutant else None
@@ -91,7 +92,7 @@ class Copy:
         left = min(seconds, until - began)
         try:
             process = Process(self.server, self.environment)
-            process.begin("mutation.judge:judge", self.folder.name, [*asks], seeds, self.device, patience)
+            process.begin("mutation.judge:judge", self.folder.name, [*asks], seeds, self.device, patience, [*only])
             found = process.result(seconds=left)
         except Died as died:
             if died.status is None:  # the copy is of no more use
@@ -143,14 +144,24 @@ def copies(count: int, device: str) -> Iterator[Callable]:
         yield call
 
 
-def limits(clean: Sequence[dict], asks: Sequence[tuple[str, str, str]], least: int) -> tuple[int, int]:
+def limits(clean: Sequence[dict], asks: Sequence[tuple[str, str, str]], least: int, seeds: int) -> tuple[int, int]:
     """Returns the seconds that a mutant of which this is asked may take for everything, and for one answer.
 
-    clean: what the unbroken package took, one entry for each of what is asked and each seed.
+    clean: what the unbroken package took with one seed, one entry for each of what is asked.
     """
     mine = [found for found in clean if (found["op"], found["dtype"], found["depth"]) in asks]
     seconds, longest = sum(f["seconds"] for f in mine), max(f.get("longest", 0.0) for f in mine)
-    return max(least, int(TIMES * seconds)), max(least, int(TIMES * longest))
+    return max(least, int(TIMES * seeds * seconds)), max(least, int(TIMES * longest))
+
+
+def _asked_of_clean(found: dict) -> tuple:
+    """Returns what a verdict on the unbroken package is of: op, dtype, depth, seed, and the stages, or none for all."""
+    return (*(found[k] for k in ("op", "dtype", "depth", "seed")), tuple(found["only"]))
+
+
+def _confirming(found: dict, seeds: Sequence[int]) -> list[tuple]:
+    """Returns what the unbroken package is to be asked with these seeds: what killed a mutant with each."""
+    return [(*by[:3], seed, (by[3],)) for seed in seeds if (by := found.get("by", {}).get(str(seed)))]
 
 
 def judged(
@@ -161,20 +172,20 @@ def judged(
     tell: Callable[[dict, int], object],
     seeds: Sequence[int] = SEEDS,
     until: float = math.inf,
-) -> list[dict]:
-    """Returns the verdicts on mutants, in their order; what `kept` holds of the same sources is not judged again. Those
-    are left out that have none at `until`, by time.monotonic().
+) -> tuple[list[dict], int]:
+    """Returns the verdicts on mutants, in their order, and how many are open at `until`, by time.monotonic(). What
+    `kept` holds of the same sources is not judged again.
 
-    The unbroken package is judged first, in each dtype and with each seed. tell: gets each verdict as it comes, and how
-    many are left. Raises ValueError, which names each op that needs a fix before it is broken.
+    The unbroken package is judged first, in each dtype and with the first seed; with every other one afterwards, in the
+    stages that killed with it. tell: gets each verdict as it comes, and how many are left. Raises ValueError, which
+    names each op that needs a fix before it is broken.
     """
     own, known = {"made": made_of(), "device": device, "seeds": len(seeds)}, {}
-    key = lambda found: found.get("id") or (found["op"], found["dtype"], found["depth"], found["seed"])
+    key = lambda found: found.get("id") or _asked_of_clean(found)
     for line in kept.read_text(encoding="utf-8").splitlines() if kept.exists() else ():
         found = json.loads(line)
         if own.items() <= found.items():
             known[key(found)] = found
-    wrong: list[str] = []
     with ThreadPoolExecutor(jobs) as pool, copies(jobs, device) as call, kept.open("a", encoding="utf-8") as file:
 
         def every(tasks: dict) -> Iterator[tuple[object, dict]]:
@@ -188,33 +199,40 @@ def judged(
             file.write(json.dumps(found) + "\n")
             file.flush()
 
-        try:
-            todo = {m: asks_of(m) for m in chosen if m.id not in known}
-            kinds = sorted({ask for asks in todo.values() for ask in asks}, key=lambda ask: (not attends(ask[0]), ask))
-            unbroken = [(*ask, seed) for ask in kinds for seed in seeds]  # attention first
-            asked = {of: (None, [of[:3]], (3600, 3600), of[3:], until) for of in unbroken if of not in known}
-            for (op, dtype, depth, seed), found in every(asked):
+        def judge_unbroken(which: Sequence[tuple]) -> None:
+            wrong = []
+            tasks = {of: (None, [of[:3]], (3600, 3600), [of[3]], until, of[4]) for of in which if of not in known}
+            for (op, dtype, depth, seed, only), found in every(tasks):
                 if found and found["verdict"] == "survived":
-                    keep(own | found | {"op": op, "dtype": dtype, "depth": depth, "seed": seed})
+                    keep(own | found | {"op": op, "dtype": dtype, "depth": depth, "seed": seed, "only": only})
                 elif found:
                     wrong.append(f"{op} in {found['relation']} {found['layout']} ({found['detail']})")
             if wrong:
                 raise ValueError(f"before anything is broken, these need a fix: {'; '.join(dict.fromkeys(wrong))}")
+
+        try:
+            todo = {m: asks_of(m) for m in chosen if m.id not in known}
+            kinds = sorted({ask for asks in todo.values() for ask in asks}, key=lambda ask: (not attends(ask[0]), ask))
+            unbroken = [(*ask, seeds[0], ()) for ask in kinds]  # attention first
+            judge_unbroken(unbroken)
             left = len(chosen)
             for m in chosen:
                 if m not in todo:
                     tell(known[m.id], left := left - 1)
             if all(of in known for of in unbroken):
                 clean = [known[of] for of in unbroken]
-                tasks = {m: (m, asks, limits(clean, asks, LEAST[device]), seeds, until) for m, asks in todo.items()}
+                most = {asks: limits(clean, asks, LEAST[device], len(seeds)) for asks in todo.values()}
+                tasks = {m: (m, asks, most[asks], seeds, until) for m, asks in todo.items()}
                 for m, found in every(tasks):
                     if found:
                         keep(own | {"id": m.id} | said(m) | found)
                         tell(found, left := left - 1)
+                judge_unbroken(sorted({of for m in chosen for of in _confirming(known.get(m.id, {}), seeds[1:])}))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return [known[m.id] for m in chosen if m.id in known]
+    found = [known[m.id] for m in chosen if m.id in known]
+    return found, len(chosen) - sum(all(of in known for of in _confirming(f, seeds[1:])) for f in found)
 
 
 def said(m: Mutant) -> dict:

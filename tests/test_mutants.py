@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import bi_kernels
 from bi_kernels.audit import load
@@ -21,8 +22,10 @@ from bi_kernels.audit.executor import Died
 from bi_kernels.audit.index import page
 from bi_kernels.audit.registry import OPS
 from bi_kernels.audit.targets.model import layout_rows
+from bi_kernels.ops.gemm.gemm import FEW_ROWS
+from bi_kernels.ops.gemm.kernel import launch
 from bi_kernels.tokens import TokenLayout
-from mutation import document, models, operators, plan, questions, run
+from mutation import document, models, operators, plan, questions, run, sm_90
 from mutation.reach import ALL, LARGE, SM_90, SOME, on_hopper, ops_for, package, sources
 from mutation.run import SEEDS, Copy, copies, judged
 
@@ -216,6 +219,37 @@ def test_a_model_passes_and_is_caught_where_its_layout_is_forgotten(kind, monkey
     monkeypatch.setattr(models, "layout_of", lambda call: TokenLayout.packed([0, call.index.size]))  # one sequence
     wrong = {row.relation for row in layout_rows(target, ["singles"]) if row.verdict == "needs-fix"}
     assert wrong == {"gradient invariance"}
+
+
+def test_attention_is_asked_at_sizes_of_its_own_and_products_are_held_to_tritons(monkeypatch):
+    """At sizes that an interpreter can compute, with what a GPU alone has in place of others."""
+    small = {"heads": 2, "kv_heads": 1, "head_dim": 16}, ((40, 50), (2, 9), (1, 1)), "normal"
+    monkeypatch.setattr(sm_90, "KINDS", {"long": small})
+    monkeypatch.setattr(sm_90, "PAGES", (16,))
+    asked = lambda: [*sm_90.attention("attention", ["long"], torch.bfloat16, torch.device("cpu"), 0)]
+    assert {(r.relation, r.layout, r.verdict) for r in asked()} >= {
+        ("invariance", "rollout:drawn", "pass"),
+        ("invariance", "pages of 16", "pass"),
+    }
+    whole = bi_kernels.attention
+    told = lambda q, k, v, **more: whole(q, k, v * (1 + 0.02 * (len(q) > 40)), **more)
+    monkeypatch.setattr(bi_kernels, "attention", told)
+    assert {r.layout for r in asked() if r.verdict != "pass"} >= {"singles", "rollout:drawn"}
+
+    for name in ("NARROW", "WIDE", "ROUND"):
+        monkeypatch.setattr(sm_90, name, (20, 33, 24))
+    monkeypatch.setattr(sm_90, "TOP", (20, 30, 30))
+    monkeypatch.setattr(sm_90, "LIBRARYS", 6)
+    subject = questions.load("gemm", {"dtype": "bf16", "device": "cpu", "op": "linear", "shapes": "tiny"}).make()[0]
+    right = lambda x, w, bias=None, out_dtype=None, out=None, start=None: launch(
+        x, w, bias, FEW_ROWS, out_dtype, start, out
+    )
+    by_ring = lambda x, w, bias, ring, **told: found(x, w, bias, **told)
+    monkeypatch.setitem(sys.modules, "bi_kernels.ops.gemm.hopper", SimpleNamespace(launch=by_ring))
+    monkeypatch.setattr(sm_90, "launch_library", lambda *of, **told: found(*of, **told))
+    for found, verdict in ((right, "pass"), (lambda x, w, bias, **told: right(x, w, None, **told), "needs-fix")):
+        for rows in (sm_90.by_ring(subject), sm_90.by_library(subject)):
+            assert verdict in {r.verdict for r in rows} <= {"pass", verdict}
 
 
 def test_files_that_match_nothing_are_refused(every):
@@ -450,24 +484,31 @@ def test_an_entry_that_no_mutant_answers_to_is_one_line(tmp_path):
 
 
 def test_what_was_judged_of_these_sources_is_not_judged_again(every, tmp_path, monkeypatch):
-    def judge(self, mutant, asks, limits, seeds=SEEDS, until=math.inf):
+    def judge(self, mutant, asks, limits, seeds=SEEDS, until=math.inf, only=()):
         if until < 0:
             return None
-        asked.append((mutant.id if mutant else "", tuple(asks), tuple(seeds)))
-        return {"verdict": "killed" if mutant else "survived", "checks": 1, "seconds": 0.1, "op": asks[0][0]}
+        asked.append((mutant.id if mutant else "", tuple(asks), tuple(seeds), tuple(only)))
+        by = {str(seed): [*asks[0], "layouts"] for seed in seeds}
+        return {"verdict": "killed" if mutant else "survived", "checks": 1, "seconds": 0.1, "op": asks[0][0], "by": by}
 
     monkeypatch.setattr(Copy, "__init__", lambda self, *of: None)
     monkeypatch.setattr(Copy, "judge", judge)
     one, two = [m for m in every if ops_for(m.file, m.function) == ["silu"]][:2]
-    for asked, expected in (([], 2 * len(SEEDS) + 2), ([], 0)):
-        found = judged([one, two], "cpu", 2, tmp_path / "kept", lambda found, left: None)
-        assert [f["verdict"] for f in found] == ["killed"] * 2 and len(set(asked)) == len(asked) == expected
+    # the unbroken package in two dtypes, and later in what killed; two mutants
+    for asked, expected in (([], 2 + 2 + len(SEEDS[1:])), ([], 0)):
+        found, missing = judged([one, two], "cpu", 2, tmp_path / "kept", lambda found, left: None)
+        assert (
+            not missing
+            and [f["verdict"] for f in found] == ["killed"] * 2
+            and len(set(asked)) == len(asked) == expected
+        )
+        assert {(seeds, only) for m, _, seeds, only in asked[-2:] if not m} <= {((s,), ("layouts",)) for s in SEEDS[1:]}
     with (tmp_path / "kept").open() as file:
         lines = file.readlines()
     (tmp_path / "kept").write_text("".join(line for line in lines if json.loads(line).get("id") != two.id))
     asked = []
-    ended = judged([one, two], "cpu", 2, tmp_path / "kept", lambda found, left: None, until=-1)
-    assert [f["id"] for f in ended] == [one.id] and not asked, "what has no time is left out"
+    ended, missing = judged([one, two], "cpu", 2, tmp_path / "kept", lambda found, left: None, until=-1)
+    assert [f["id"] for f in ended] == [one.id] and missing == 1 and not asked, "what has no time is left out"
     judged([one, two], "cpu", 2, tmp_path / "kept", lambda found, left: None)
     assert [a[0] for a in asked] == [two.id]
 
