@@ -57,6 +57,7 @@ def run(given, out: Path) -> tuple[list[str], bool]:
     there = document.population(every, given.names, given.files)
     document.record(out, found, of, made, there)
     document.write(out)
+    (out / "survivors.txt").write_text(document.survivors(found), encoding="utf-8")
     if missing:
         wrong.append(
             f"{missing} of {len(mutants)} are not judged to the end; the same command goes on with {out / KEPT}"
