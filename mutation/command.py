@@ -1,6 +1,8 @@
 """Runs `bi-audit mutate`."""
 
+import math
 import shlex
+import time
 from pathlib import Path
 
 from rich.console import Console
@@ -20,6 +22,7 @@ def run(given, out: Path) -> tuple[list[str], bool]:
     It fails where the rate is below the goal, and where an entry of the file of equivalents is killed. Raises
     ValueError for an entry that no mutant answers to.
     """
+    until = time.monotonic() + 60 * given.minutes if given.minutes else math.inf
     where, file = choose(given.device), given.equivalents or plan.EQUIVALENTS
     every, entries = plan.every(), plan.equivalents(file)
     for entry in plan.stale(every, entries):
@@ -37,11 +40,14 @@ def run(given, out: Path) -> tuple[list[str], bool]:
             number[found["verdict"]] += 1
             progress.update(task, completed=len(mutants) - left, word=", ".join(f"{n} {k}" for k, n in number.items()))
 
-        found = judged(mutants, where.type, given.jobs, out / KEPT, tell, range(given.seeds))
+        found, missing = judged(mutants, where.type, given.jobs, out / KEPT, tell, range(given.seeds), until)
+    if not found:
+        return [f"no mutant is judged yet; the same command goes on with {out / KEPT}"], False
     of = {m.id: m for m in mutants}
     wrong = document.check_equivalents(found, entries, of, where.type)
     parameters = {"audits": " ".join(given.names) or "all", "sample": given.sample or "all", "seed": given.seed}
     parameters |= {"files": given.files or "all", "seeds": given.seeds}
+    parameters |= {"open": f"{missing} of {len(mutants)}"} if missing else {}
     device = given.device if given.device != "auto" else None
     told = {"--sample": given.sample, "--files": given.files and shlex.quote(given.files) or None}
     told |= {"--seed": given.seed or None, "--seeds": given.seeds if given.seeds != len(SEEDS) else None}
@@ -51,6 +57,12 @@ def run(given, out: Path) -> tuple[list[str], bool]:
     there = document.population(every, given.names, given.files)
     document.record(out, found, of, made, there)
     document.write(out)
-    (out / KEPT).unlink()
+    (out / "survivors.txt").write_text(document.survivors(found), encoding="utf-8")
+    if missing:
+        wrong.append(
+            f"{missing} of {len(mutants)} are not judged to the end; the same command goes on with {out / KEPT}"
+        )
+    else:
+        (out / KEPT).unlink()
     failed = document.rate(found) < document.GOAL or any(document.BUT in line for line in wrong)
     return [*wrong, f"{document.summary(found, there)}; document in {out}"], failed

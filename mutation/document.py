@@ -168,6 +168,13 @@ def record(folder: Path, found: Sequence[dict], of: dict[str, Mutant], made: dic
         (folder / name).write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
 
 
+def survivors(found: Sequence[dict]) -> str:
+    """Returns a line a survivor: where it is, its edit, and the seconds that each stage of what was asked took."""
+    place = "{file}:{line} {function}, {operator}: {before!r} -> {text!r}".format_map
+    took = lambda f: ", ".join(f"{stage} {s}" for stage, s in f.get("took", {}).items())
+    return "".join(f"{place(f)} | {f.get('detail') or took(f)}\n" for f in found if f["verdict"] == SURVIVED)
+
+
 def write(folder: Path) -> None:
     """Writes the report, README.md and its figure, from what a run left in a folder."""
     names = "mutants.json", POPULATION, "provenance.json"
@@ -182,15 +189,17 @@ def write(folder: Path) -> None:
         "ask of the ops of its file and, where these are fewer than four, of others that reach it, until something "
         "needs a fix: in fp32, of attention in bf16 too, else in bf16 what kills most, of no op in fp16; most of it "
         "at tiny sizes; and, once it is killed, with every other seed of the run, two by default: what not all of "
-        "them show is not caught. Kernels for sm_90 are asked in bf16 at a model's sizes, by the ops that are large "
-        "there. Experts, `batch_invariant_mode` and the adapter of Transformers are asked by small models. Not asked: "
-        "larger models, the static audit, that of dtypes, GEMM's sweep in CUDA graphs and compiled and its rows "
-        "beyond 4,096, attention's late copies. A "
-        "survivor is a question to add, or stands in the file of equivalents with the reason why nothing that is "
-        "promised changes there; a mutant of that file that is killed fails the run. Left alone is most of what the "
-        "contract calls free (GEMM's tiles and their choice, warps and stages of a launch), and what no audit of bits "
-        "is about (checks of arguments, texts). `mutants.json` says of each what became of it, and which question "
-        "killed it. An interval is Wilson's, as of a random sample; generated mutants are drawn function by function.",
+        "them show is not caught. Kernels for sm_90 are asked in bf16, at sizes that reach them: attention of ragged,"
+        " long and many samples, in one call, alone, padded, in chunks and decoded; GEMM's rings and cuBLASLt's "
+        "products against Triton's, bit by bit. Of attention's other files a GPU asks these sizes too, and of its "
+        "experiments a few. Experts, `batch_invariant_mode` and the adapter of Transformers are asked by small "
+        "models. Not asked: larger models, the static audit, that of dtypes, GEMM's sweep in CUDA graphs and compiled"
+        " and its rows beyond 4,096. A survivor is a question to add, or stands in the file of equivalents with the "
+        "reason why nothing that is promised changes there; a mutant of that file that is killed fails the run. Left "
+        "alone is most of what the contract calls free (GEMM's tiles and their choice, warps and stages of a launch),"
+        " and what no audit of bits is about (checks of arguments, texts). `mutants.json` says of each what became of"
+        " it, and which question killed it. An interval is Wilson's, as of a random sample; generated mutants are "
+        "drawn function by function.",
         tables.facts(made).data,
         f"![{title(found)}](mutants.png)",
         f"## By operator\n\n{by(found, 'operator')}",

@@ -8,8 +8,8 @@ import traceback
 ROOM = 12 * 2**30  # bytes that a mutant may take on a CPU
 
 
-def judge(folder: str, asks: list, seeds: list, device: str, patience: int) -> dict:
-    """Returns the verdict on the package in a folder. asks, patience: as `questions.killer` has them."""
+def judge(folder: str, asks: list, seeds: list, device: str, patience: int, only: list) -> dict:
+    """Returns the verdict on the package in a folder. asks, patience, only: as `questions.killer` has them."""
     sys.path.insert(0, folder)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     if device == "cpu":
@@ -23,7 +23,7 @@ def judge(folder: str, asks: list, seeds: list, device: str, patience: int) -> d
         from mutation.questions import killer  # noqa: PLC0415
 
         torch.set_num_threads(1)
-        return killer(asks, seeds, device, patience)
+        return killer(asks, seeds, device, patience, only)
     except Exception as error:
         said = "".join(traceback.format_exception_only(error)).strip()[:200]
         return {"verdict": "killed", "relation": "raised", "layout": "import", "detail": said, "checks": 0}

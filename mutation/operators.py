@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from functools import cached_property
 
 HAND_MADE = "hand-made: "  # how the operator of a mutant from hand_made.toml begins
-# which choose tiles or grids, sizes of which are free; or only check; or say what torch.compile traces
+# which choose tiles, grids or how long a copy waits, all of which is free; or only check; or say what is traced
 FREE = {
+    *("pause", "_prefetch", "waves", "held"),
     *("tiles", "cheapest", "part_n", "blocks_of", "grid_of", "max_tiles", "round_up_sequences"),
     *("_checked", "check_values", "_check_pages", "check_ids", "check_features", "check_row", "check_out_dtype"),
     *("checked_targets", "fits_apart", "_Unset", "_", "_fake", "_fake_log_softmax", "_fake_sums", "_fake_softmax"),
 }
 LAUNCHED = re.compile(r"num_warps|num_stages|warps|stages|group|persistent|enable_fp_fusion|GROUP_M|FLATTEN|stacklevel")
+CONSTANTS = re.compile(r"num_warps|num_stages|maxnreg|REGISTERS|GROUP_M|PAUSE|enable_fp_fusion")  # likewise, in a dict
 # how a kernel in Gluon lays out what it holds: another layout changes nothing, or is refused by the compiler
 LAYOUT = re.compile(r"(NVMMA\w+|Blocked|Slice|DotOperand|SwizzledShared|MBarrier)Layout$")
 WAITS = "wait", "wait_group", "fence_async_shared"
@@ -53,7 +55,12 @@ class Mutant:
         return hashlib.sha256("\0".join(said).encode()).hexdigest()[:10]
 
     def applied(self, source: str) -> str:
-        return source[: self.start] + self.text + source[self.end :] + self.more
+        """Returns the source with the edit. Lines that it takes away become empty ones behind it: Triton compiles a
+        kernel anew that begins in another line."""
+        missing = source.count("\n", self.start, self.end) - self.text.count("\n")
+        line = source.find("\n", self.end) if missing > 0 else self.end
+        behind = source[self.end : line] + "\n" * max(0, missing) + source[line:]
+        return source[: self.start] + self.text + behind + self.more
 
 
 class _Source:
@@ -140,7 +147,7 @@ def _arithmetic(s: _Source, node: ast.AST) -> Iterator[Edit]:
         zero = isinstance(node.value, ast.Constant) and node.value.value == 0.0
         yield "+ 0.0 dropped" if zero else "update dropped", node, "pass"
         if isinstance(node.op, ast.Add) and not zero and re.match(r"(acc|total|s|u|weighted)$", s.of(node.target)):
-            yield "partial sum in bf16", node, f"{s.of(node)}\n{' ' * node.col_offset}{_rounded(s.of(node.target))}"
+            yield "partial sum in bf16", node, f"{s.of(node)}; {_rounded(s.of(node.target))}"
     if not isinstance(node, ast.BinOp):
         return
     left, right = s.of(node.left), s.of(node.right)
@@ -207,6 +214,12 @@ def _pipeline(s: _Source, node: ast.AST) -> Iterator[Edit]:
         for at in (n for given in node.args for n in ast.walk(given) if isinstance(n, ast.List)):
             for number in at.elts:
                 yield "copy one off", number, f"({s.of(number)}) + 1"
+    if _name(node.func) == "index" and len(node.args) == 1:  # of a ring's stages, or its barriers
+        yield "another stage", node.args[0], f"({s.of(node.args[0])}) ^ 1"
+    if _name(node.func) in ("TensorDescriptor", "descriptor") and len(node.args) > 3:
+        shape, box = node.args[1], node.args[3]
+        yield "descriptor's bounds by one", shape, f"[n - 1 for n in {s.of(shape)}]"
+        yield "half of a descriptor's box", box, f"[({s.of(box)})[0] // 2, *({s.of(box)})[1:]]"
     if _name(node.func) == "permute" and len(node.args) == 1 and isinstance(node.args[0], ast.Tuple):
         yield "transpose dropped", node, s.of(node.func.value)
 
@@ -259,6 +272,8 @@ def _skipped(node: ast.AST) -> bool:
     if isinstance(node, (ast.Raise, ast.Assert, ast.Import, ast.ImportFrom)):
         return True
     if isinstance(node, ast.If) and not node.orelse:
+        if isinstance(node.body[-1], ast.Raise) and _name(node.body[-1].exc) == "LookupError":
+            return False  # it chooses another program
         return all(_skipped(n) for n in node.body) or isinstance(node.body[-1], ast.Raise)
     if isinstance(node, (ast.Assign, ast.AugAssign)):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
@@ -272,13 +287,25 @@ def _skipped(node: ast.AST) -> bool:
     return isinstance(call, ast.Constant)
 
 
+def _is_call(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Call) and _name(node.func) == name
+
+
+def _items(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+    """Returns the keys and values of a literal dict."""
+    return zip(node.keys, node.values) if isinstance(node, ast.Dict) else iter(())
+
+
 def _walk(node: ast.AST) -> Iterator[ast.AST]:
     """Yields the nodes below that are worth an edit."""
+    free = {id(v) for k, v in _items(node) if isinstance(k, ast.Constant) and CONSTANTS.search(str(k.value))}
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list", "type_params"):
             continue
         for child in value if isinstance(value, list) else [value]:
             if not isinstance(child, ast.AST) or _skipped(child) or isinstance(child, (ast.JoinedStr, ast.arguments)):
+                continue
+            if id(child) in free or _is_call(node, "init") and _is_call(child, "index"):  # each barrier has its turn
                 continue
             if isinstance(child, ast.keyword) and LAUNCHED.search(child.arg or ""):
                 continue

@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -17,38 +17,84 @@ from bi_kernels.audit.memory import in_turn
 from bi_kernels.audit.registry import OPS
 from bi_kernels.audit.targets.op import CANCELLING, OpUnderTest
 from helpers import attention, attention_edges, elementwise, gemm, vocabulary, without_main_grad
+from mutation import sm_90
 from mutation.models import MODELS
-from mutation.reach import LARGE
+from mutation.reach import ALL, LARGE, SM_90
 
 QUICK = ("singles", "batch", "left_padded:16", "chunked:7", "decode")
 MANY = 70_000  # tokens of which the LM head computes the logits in three parts
 DRAWN = 8  # cases, as in the audit of drawn cases on the interpreter
+QUICK_USES = "demand", "memory", "population"  # but for modes and what came before, which compile more
 MODEL = "qwen3-8b"  # whose sizes are asked of what is LARGE
+SLOW = {"widths", "captured", "edges", "uneven"}  # of attention's experiments on a GPU: an interpreter asks them
 WIDE = {"embedding": {"hidden": 2_100}}  # more columns than a program copies
 
 
-def asked(op: str, dtype: str, device: str, whole: bool = True, seed: int = 0) -> Iterator[Row]:
-    """Yields the rows of one op of this package, or one of MODELS, in one dtype, as its audits have them; whole: or
-    those that kill most."""
+Stage = tuple[str, Callable[[], Iterable[Row]]]
+
+
+def asked(op: str, dtype: str, device: str, depth: str = ALL, seed: int = 0, first: str = "") -> Iterator[Row]:
+    """Yields the rows of one op of this package, or one of MODELS, in one dtype, as its audits have them.
+
+    depth: ALL, SOME, those that kill most, or SM_90, those that reach its programs; first: the stage that comes before
+    the others.
+    """
+    for _, rows in stages(op, dtype, device, depth, seed, first):
+        yield from rows
+
+
+def stages(op: str, dtype: str, device: str, depth: str, seed: int, first: str = "") -> Iterator[tuple[str, Iterable]]:
+    """Yields (name, rows) of each stage of `asked`."""
     if op in MODELS:
-        yield from MODELS[op](dtype, device, seed)
+        yield op, MODELS[op](dtype, device, seed)
         return
     given = {"dtype": dtype, "device": device, "op": op, "seed": seed}
     at = lambda shapes: load(OPS[op].audit, given | {"shapes": shapes})
     session = at("tiny")
     s = _as_in_the_audit(session)
-    for stage in (_values, _quick, _drawn, single_call.by_use):
-        yield from stage(s)
+    every = _of_sm_90(s, op, at) if depth == SM_90 else _stages(session, s, op, at, depth == ALL, device == "cuda")
+    for name, rows in sorted(every, key=lambda stage: stage[0] != first):
+        yield name, _lazily(rows)
         s.forget()
+
+
+def _lazily(rows: Callable[[], Iterable[Row]]) -> Iterator[Row]:
+    yield from rows()
+
+
+def _stages(session, s: OpUnderTest, op: str, at: Callable, whole: bool, on_gpu: bool) -> list[Stage]:
+    attends, bf16 = bool(OPS[op].cache), session.dtypes[0] == "bf16"
+    found: list[Stage] = [("values", lambda: _values(s)), ("layouts", lambda: _quick(s))]
+    if attends and on_gpu:  # drawn cases of it compile too much; what `_experiments` asks takes minutes
+        sized = partial(
+            sm_90.attention, op, ("wide", "many", "long"), s.problem.dtype, s.problem.device, s.problem.seed
+        )
+        found += [("sizes", sized), ("uses", lambda: single_call.by_use(s, QUICK_USES))]
+    else:
+        found += [("drawn", lambda: _drawn(s)), ("uses", lambda: single_call.by_use(s))]
     if op in WIDE:
-        yield from _quick(replace(s, problem=replace(s.problem, sizes=WIDE[op]), memo={}))
-    yield from _large(at(MODEL).make(), op) if device == "cuda" and op in LARGE else ()
+        found.append(("wide", lambda: _quick(replace(s, problem=replace(s.problem, sizes=WIDE[op]), memo={}))))
+    if on_gpu and op in LARGE and not attends:
+        found.append(("large", lambda: _large(at(MODEL).make(), op)))
     if whole:
-        yield from _rest(s)
-        s.forget()
-        yield from MORE[op](session) if op in MORE else ()
-        yield from long_sequences.judge(at(MODEL).make()[0]) if device == "cuda" else ()
-    yield from _beyond(at(MODEL).make()) if device == "cuda" and dtype == "bf16" else ()
+        found.append(("rest", lambda: _rest(s)))
+        if op in MORE and not (attends and on_gpu and op != "attention"):
+            found.append(("more", lambda: MORE[op](session)))
+        if on_gpu and not attends:
+            found.append(("long sequences", lambda: long_sequences.judge(at(MODEL).make()[0])))
+    if on_gpu and bf16:
+        found.append(("beyond", lambda: _beyond(at(MODEL).make())))
+    return found
+
+
+def _of_sm_90(s: OpUnderTest, op: str, at: Callable) -> list[Stage]:
+    if not OPS[op].cache:
+        products = [("rings", lambda: sm_90.by_ring(s)), ("library", lambda: sm_90.by_library(s))]
+        more = [("remembered", lambda: MORE[op](at("tiny")))]
+        return [*products * (op == "linear_bias"), ("drawn", lambda: _drawn(s)), *more * (op == "linear_bias")]
+    kinds = ("wide", "narrow", "long") if op == "attention" else ("wide", "narrow")
+    sized = [(kind, partial(sm_90.attention, op, [kind], *sm_90.place(s), True)) for kind in kinds]
+    return [*sized, *[("late copies", lambda: sm_90.late(at(MODEL).make()[0]))] * (op == "attention")]
 
 
 def _as_in_the_audit(session) -> OpUnderTest:
@@ -113,6 +159,7 @@ def _experiments(session) -> Iterator[Row]:
     yield from gradient.by_split(s)
     s.forget()
     without = {"late copies"} | ({"widths"} if s.problem.op.name != "attention" else set())  # those of attention alone
+    without |= SLOW if session.on_gpu else set()
     for item in attention._items(session):
         if attention.EXPERIMENTS[item[0]].name not in without:
             yield from (r for r in attention._run(session, item) if not r.control)
@@ -144,39 +191,52 @@ MORE: dict[str, Callable] = {
 }
 
 
-def killer(asks: list[tuple[str, str, bool]], seeds: Sequence[int], device: str, patience: int) -> dict:
+def killer(
+    asks: list[tuple[str, str, str]], seeds: Sequence[int], device: str, patience: int, only: Sequence[str] = ()
+) -> dict:
     """Judges the mutant that is imported.
 
-    Returns which check killed it with the first seed, as a dict with op and dtype; its `verdict` is "survived" where
-    none did, or none does with another seed. `longest` is the seconds that an answer took at most.
+    Returns which check killed it with the first seed, as a dict with op, dtype and stage; `by` names those of every
+    seed; its `verdict` is "survived" where none did, or none does with another seed. `longest` is the seconds that an
+    answer took at most, `took` those of each stage.
 
-    asks: ops and dtypes, and whether all is asked; patience: seconds after which a signal ends this process, where no
-    answer comes; 0: never.
+    asks: ops, dtypes, and how much is asked; patience: seconds after which a signal ends this process, where no answer
+    comes; 0: never; only: the stages that are asked, or all.
     """
-    asks, first = list(map(tuple, asks)), {}
+    asks, first, by_seed = list(map(tuple, asks)), {}, {}
     for seed in seeds:
-        found = _killer(asks, device, seed, patience)
+        found = _killer(asks, device, seed, patience, first, only)
         signal.alarm(0)
         if found["verdict"] == "survived":
             by = "killed by {relation} {layout} of {op}, {dtype}, with seed".format_map(first) if first else ""
             return found | ({"detail": f"{by} {seeds[0]}, but by nothing with seed {seed}"} if first else {})
         first = first or found
+        by_seed[str(seed)] = [found[k] for k in ("op", "dtype", "depth", "stage")]
         asks.sort(key=lambda ask: ask[:2] != (first["op"], first["dtype"]))  # what killed comes first
-    return first
+    return first | {"by": by_seed}
 
 
-def _killer(asks: list[tuple[str, str, bool]], device: str, seed: int, patience: int) -> dict:
-    count, longest, last = 0, 0.0, time.monotonic()
-    for op, dtype, whole in asks:
-        relation, layout, detail = "raised", "", ""
+def _killer(
+    asks: list[tuple[str, str, str]], device: str, seed: int, patience: int, before: dict, only: Sequence[str]
+) -> dict:
+    """before: what killed with another seed, whose stage comes first."""
+    count, longest, last, took = 0, 0.0, time.monotonic(), {}
+    for op, dtype, depth in asks:
+        relation, layout, detail, stage, killed = "raised", "", "", "", False
+        mine = (op, dtype) == (before.get("op"), before.get("dtype"))
         try:
             signal.alarm(patience)
-            for row in asked(op, dtype, device, whole, seed):
-                signal.alarm(patience)
-                now = time.monotonic()
-                count, longest, last = count + 1, max(longest, now - last), now
-                if row.verdict == NEEDS_FIX:
-                    relation, layout, detail = row.relation, row.layout, row.detail
+            for stage, rows in stages(op, dtype, device, depth, seed, before["stage"] if mine else ""):
+                began = time.monotonic()
+                for row in rows if not only or stage in only else ():
+                    signal.alarm(patience)
+                    now = time.monotonic()
+                    count, longest, last = count + 1, max(longest, now - last), now
+                    if killed := row.verdict == NEEDS_FIX:
+                        relation, layout, detail = row.relation, row.layout, row.detail
+                        break
+                took[f"{op}, {dtype}, {stage}"] = round(time.monotonic() - began, 1)
+                if killed:
                     break
             else:
                 if torch.cuda.is_available():
@@ -184,6 +244,6 @@ def _killer(asks: list[tuple[str, str, bool]], device: str, seed: int, patience:
                 continue
         except Exception as error:
             detail = f"{type(error).__name__}: {error}"
-        found = {"verdict": "killed", "op": op, "dtype": dtype, "checks": count}
-        return found | {"relation": relation, "layout": layout, "detail": detail[:200]}
-    return {"verdict": "survived", "checks": count, "longest": round(longest, 1)}
+        found = {"verdict": "killed", "op": op, "dtype": dtype, "depth": depth, "stage": stage}
+        return found | {"relation": relation, "layout": layout, "detail": detail[:200], "checks": count}
+    return {"verdict": "survived", "checks": count, "longest": round(longest, 1), "took": took}

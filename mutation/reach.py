@@ -26,6 +26,7 @@ LARGE: dict[str, tuple[dict, bool]] = {
 }
 # what no op of the registry reaches, or not all of it, and the name of what is asked: see questions.MODELS
 MODELS = {"ops/grouped/": "experts", "mode/": "mode", "integrations/transformers/": "transformers"}
+ALL, SOME, SM_90 = "all", "some", "sm_90"  # how much an op is asked; see `questions.asked`
 # only checks or says something; or needs several processes
 LEFT = "check.py", "report.py", "ranks.py", "__init__.py"
 
@@ -87,10 +88,11 @@ def reached(op: str) -> frozenset[tuple[str, str]]:
 def ops_for(file: str, function: str) -> list[str]:
     """Returns what a mutant of a function is judged by, in its order: ops of the registry, and names of MODELS."""
     every = [op for op in OPS if (file, function) in reached(op)]
+    first = lambda op: FIRST.index(op) if op in FIRST else len(FIRST)
     if on_hopper(file):
-        return [op for op in every if op in LARGE]
+        return sorted((op for op in every if op in LARGE), key=first)
     home = lambda op: f"{bi_kernels._MODULE[OPS[op].function or op].replace('.', '/')}.py"
     mine = [op for op in every if home(op) == file]
-    rest = sorted((op for op in every if op not in mine), key=lambda op: FIRST.index(op) if op in FIRST else len(FIRST))
+    rest = sorted((op for op in every if op not in mine), key=first)
     models = [name for folder, name in MODELS.items() if file.startswith(folder)]
     return [*mine, *rest[: max(0, MOST - len(mine))], *models]

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -20,10 +21,12 @@ from bi_kernels.audit import parameters
 from bi_kernels.audit.executor import Died, ForkServer, Process
 from bi_kernels.audit.registry import OPS
 from mutation.operators import Mutant
-from mutation.reach import on_hopper, ops_for, package
+from mutation.reach import ALL, SM_90, SOME, on_hopper, ops_for, package
 
-PRELOAD = "torch", "triton", "numpy", "numba"
-LEAST = 90  # seconds that a mutant has at least; more where the clean package takes long
+PRELOAD = "torch", "triton", "numpy", "numba", "torch.fx.experimental.symbolic_shapes"
+TELL = "command.py", "document.py", "plan.py"  # which judge nothing
+GRACE = 20  # seconds before the end of a run's time, after which no mutant begins
+LEAST = {"cpu": 90, "cuda": 60}  # seconds that a mutant has at least; more where the clean package takes long
 TIMES = 3
 # the first, which shows most reorderings, is asked everything, and attention in both, of which kernels of its own, or
 # several programs, compute the second; fp16 is as bf16
@@ -33,8 +36,8 @@ SEEDS = 0, 1, 2  # what kills by luck of one of them is not caught
 
 def made_of() -> str:
     """Returns a digest of what is broken and of what judges it: verdicts of other sources do not count."""
-    digest = hashlib.sha256()
-    for path in sorted([*package().rglob("*.py"), package() / "contract.toml", *Path(__file__).parent.glob("*.py")]):
+    digest, mine = hashlib.sha256(), [path for path in Path(__file__).parent.glob("*.py") if path.name not in TELL]
+    for path in sorted([*package().rglob("*.py"), package() / "contract.toml", *mine]):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -44,9 +47,14 @@ def attends(op: str) -> bool:
     return op in OPS and bool(OPS[op].cache)
 
 
-def dtypes_of(mutant: Mutant) -> tuple[str, ...]:
-    """Returns the dtypes in which a mutant is judged: kernels for sm_90 compute 16 bits alone."""
-    return DTYPE_ORDER[1:] if on_hopper(mutant.file) else DTYPE_ORDER
+def asks_of(mutant: Mutant) -> tuple[tuple[str, str, str], ...]:
+    """Returns what a mutant is judged by: ops, dtypes, and how much is asked of each. Kernels for sm_90 compute 16 bits
+    alone."""
+    ops = sorted(ops_for(mutant.file, mutant.function), key=attends)
+    if on_hopper(mutant.file):
+        return tuple((op, "bf16", SM_90) for op in ops)
+    depth = lambda op, dtype: ALL if dtype == DTYPE_ORDER[0] or attends(op) else SOME
+    return tuple((op, dtype, depth(op, dtype)) for dtype in DTYPE_ORDER for op in ops)
 
 
 class Copy:
@@ -65,29 +73,33 @@ class Copy:
     def judge(
         self,
         mutant: Mutant | None,
-        ops: Sequence[str],
+        asks: Sequence[tuple[str, str, str]],
         limits: tuple[int, int],
         seeds: Sequence[int] = SEEDS,
-        dtypes: Sequence[str] = DTYPE_ORDER,
-    ) -> dict:
-        """Returns the verdict on a mutant, or on the package as it is; limits: seconds for all, and for an answer."""
+        until: float = math.inf,
+        only: Sequence[str] = (),
+    ) -> dict | None:
+        """Returns the verdict on a mutant, or on the package as it is; limits: seconds for all, and for an answer;
+        only: the stages that are asked, or all. None where there is no verdict at `until`, by time.monotonic()."""
+        if time.monotonic() > until - GRACE:
+            return None
         path = self.package / mutant.file if mutant else None
         if path:
             text = path.read_text(encoding="utf-8")
             path.write_text(mutant.applied(text), encoding="utf-8")
             for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
                 compiled.unlink()
-        ops = sorted(ops, key=attends)
-        asks = [(op, dtype, dtype == DTYPE_ORDER[0] or attends(op)) for dtype in dtypes for op in ops]
-        seconds, patience = limits
-        began = time.monotonic()
+        began, (seconds, patience) = time.monotonic(), limits
+        left = min(seconds, until - began)
         try:
             process = Process(self.server, self.environment)
-            process.begin("mutation.judge:judge", self.folder.name, asks, seeds, self.device, patience)
-            found = process.result(seconds=seconds)
+            process.begin("mutation.judge:judge", self.folder.name, [*asks], seeds, self.device, patience, [*only])
+            found = process.result(seconds=left)
         except Died as died:
             if died.status is None:  # the copy is of no more use
                 raise
+            if died.late and left < seconds:
+                return None
             relation, detail = "crashed", f"status {died.status}"
             if died.late:
                 relation, detail = "time", f"more than {seconds} s"
@@ -133,14 +145,24 @@ def copies(count: int, device: str) -> Iterator[Callable]:
         yield call
 
 
-def limits(clean: Sequence[dict], ops: Sequence[str]) -> tuple[int, int]:
-    """Returns the seconds that a mutant of these ops may take for everything, and for one answer.
+def limits(clean: Sequence[dict], asks: Sequence[tuple[str, str, str]], least: int, seeds: int) -> tuple[int, int]:
+    """Returns the seconds that a mutant of which this is asked may take for everything, and for one answer.
 
-    clean: what the unbroken package took, one entry for each op, dtype and seed.
+    clean: what the unbroken package took with one seed, one entry for each of what is asked.
     """
-    mine = [found for found in clean if found["op"] in ops]
+    mine = [found for found in clean if (found["op"], found["dtype"], found["depth"]) in asks]
     seconds, longest = sum(f["seconds"] for f in mine), max(f.get("longest", 0.0) for f in mine)
-    return max(LEAST, int(TIMES * seconds)), max(LEAST, int(TIMES * longest))
+    return max(least, int(TIMES * seeds * seconds)), max(least, int(TIMES * longest))
+
+
+def _asked_of_clean(found: dict) -> tuple:
+    """Returns what a verdict on the unbroken package is of: op, dtype, depth, seed, and the stages, or none for all."""
+    return (*(found[k] for k in ("op", "dtype", "depth", "seed")), tuple(found["only"]))
+
+
+def _confirming(found: dict, seeds: Sequence[int]) -> list[tuple]:
+    """Returns what the unbroken package is to be asked with these seeds: what killed a mutant with each."""
+    return [(*by[:3], seed, (by[3],)) for seed in seeds if (by := found.get("by", {}).get(str(seed)))]
 
 
 def judged(
@@ -150,19 +172,21 @@ def judged(
     kept: Path,
     tell: Callable[[dict, int], object],
     seeds: Sequence[int] = SEEDS,
-) -> list[dict]:
-    """Returns the verdict on every mutant, in their order; what `kept` holds of the same sources is not judged again.
+    until: float = math.inf,
+) -> tuple[list[dict], int]:
+    """Returns the verdicts on mutants, in their order, and how many are open at `until`, by time.monotonic(). What
+    `kept` holds of the same sources is not judged again.
 
-    The unbroken package is judged first, in each dtype and with each seed. tell: gets each verdict as it comes, and how
-    many are left. Raises ValueError, which names each op that needs a fix before it is broken.
+    The unbroken package is judged first, in each dtype and with the first seed; with every other one afterwards, in the
+    stages that killed with it. tell: gets each verdict as it comes, and how many are left. Raises ValueError, which
+    names each op that needs a fix before it is broken.
     """
     own, known = {"made": made_of(), "device": device, "seeds": len(seeds)}, {}
-    key = lambda found: found.get("id") or (found["op"], found["dtype"], found["seed"])
+    key = lambda found: found.get("id") or _asked_of_clean(found)
     for line in kept.read_text(encoding="utf-8").splitlines() if kept.exists() else ():
         found = json.loads(line)
         if own.items() <= found.items():
             known[key(found)] = found
-    wrong: list[str] = []
     with ThreadPoolExecutor(jobs) as pool, copies(jobs, device) as call, kept.open("a", encoding="utf-8") as file:
 
         def every(tasks: dict) -> Iterator[tuple[object, dict]]:
@@ -176,32 +200,40 @@ def judged(
             file.write(json.dumps(found) + "\n")
             file.flush()
 
-        try:
-            todo = {m: ops_for(m.file, m.function) for m in chosen if m.id not in known}
-            every_kind = {(op, dtype) for m, mine in todo.items() for op in mine for dtype in dtypes_of(m)}
-            kinds = sorted(every_kind, key=lambda kind: (not attends(kind[0]), kind))  # attention first
-            unbroken = [(*kind, seed) for kind in kinds for seed in seeds]
-            asked = {of: (None, of[:1], (3600, 3600), of[2:], of[1:2]) for of in unbroken if of not in known}
-            for (op, dtype, seed), found in every(asked):
-                if found["verdict"] == "survived":
-                    keep(own | found | {"op": op, "dtype": dtype, "seed": seed})
-                else:
+        def judge_unbroken(which: Sequence[tuple]) -> None:
+            wrong = []
+            tasks = {of: (None, [of[:3]], (3600, 3600), [of[3]], until, of[4]) for of in which if of not in known}
+            for (op, dtype, depth, seed, only), found in every(tasks):
+                if found and found["verdict"] == "survived":
+                    keep(own | found | {"op": op, "dtype": dtype, "depth": depth, "seed": seed, "only": only})
+                elif found:
                     wrong.append(f"{op} in {found['relation']} {found['layout']} ({found['detail']})")
             if wrong:
                 raise ValueError(f"before anything is broken, these need a fix: {'; '.join(dict.fromkeys(wrong))}")
-            clean = [known[of] for of in unbroken]
+
+        try:
+            todo = {m: asks_of(m) for m in chosen if m.id not in known}
+            kinds = sorted({ask for asks in todo.values() for ask in asks}, key=lambda ask: (not attends(ask[0]), ask))
+            unbroken = [(*ask, seeds[0], ()) for ask in kinds]  # attention first
+            judge_unbroken(unbroken)
             left = len(chosen)
             for m in chosen:
                 if m not in todo:
                     tell(known[m.id], left := left - 1)
-            tasks = {m: (m, mine, limits(clean, mine), seeds, dtypes_of(m)) for m, mine in todo.items()}
-            for m, found in every(tasks):
-                keep(own | {"id": m.id} | said(m) | found)
-                tell(found, left := left - 1)
+            if all(of in known for of in unbroken):
+                clean = [known[of] for of in unbroken]
+                most = {asks: limits(clean, asks, LEAST[device], len(seeds)) for asks in todo.values()}
+                tasks = {m: (m, asks, most[asks], seeds, until) for m, asks in todo.items()}
+                for m, found in every(tasks):
+                    if found:
+                        keep(own | {"id": m.id} | said(m) | found)
+                        tell(found, left := left - 1)
+                judge_unbroken(sorted({of for m in chosen for of in _confirming(known.get(m.id, {}), seeds[1:])}))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return [known[m.id] for m in chosen]
+    found = [known[m.id] for m in chosen if m.id in known]
+    return found, len(chosen) - sum(all(of in known for of in _confirming(f, seeds[1:])) for f in found)
 
 
 def said(m: Mutant) -> dict:

@@ -1,6 +1,7 @@
 """Mutants: what the operators make, that a sample of them is killed, and that nobody is explained away who is not."""
 
 import json
+import math
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import bi_kernels
 from bi_kernels.audit import load
@@ -20,9 +22,11 @@ from bi_kernels.audit.executor import Died
 from bi_kernels.audit.index import page
 from bi_kernels.audit.registry import OPS
 from bi_kernels.audit.targets.model import layout_rows
+from bi_kernels.ops.gemm.gemm import FEW_ROWS
+from bi_kernels.ops.gemm.kernel import launch
 from bi_kernels.tokens import TokenLayout
-from mutation import document, models, operators, plan, questions, run
-from mutation.reach import LARGE, on_hopper, ops_for, package, sources
+from mutation import document, models, operators, plan, questions, run, sm_90
+from mutation.reach import ALL, LARGE, SM_90, SOME, on_hopper, ops_for, package, sources
 from mutation.run import SEEDS, Copy, copies, judged
 
 TOY = '''
@@ -66,9 +70,20 @@ def kernel(x, bar, free, ring):
     mbarrier.wait(free.index(0), x // 2 & 1, pred=x >= 3)
     mbarrier.expect(bar, x.nbytes)
     tma.async_copy_global_to_shared(x, [m, k], bar, ring)
+    mbarrier.init(free.index(ME), 1)
     fence_async_shared()
     acc = warpgroup_mma(x, ring.permute((1, 0)))
     acc = warpgroup_mma_wait(1, deps=[acc])
+"""
+
+LIBRARY = """
+def chosen(x, m, n):
+    if failed or kind not in (66, 67):
+        raise LookupError
+    if m > 3:
+        raise ValueError(m)
+    more = {"num_warps": 4, "REGISTERS": min(240, held), "STAGES": 7}
+    return descriptor(x, (m, n), (n, 1), [64, 8])
 """
 
 
@@ -100,10 +115,27 @@ def test_operators_break_a_pipeline_in_gluon():
     found = made(GLUON)
     assert found["wait dropped"] == ["pass", "pass"] and found["phase by one"] == ["(x // 2 & 1) ^ 1"]
     assert found["bytes of half a copy"] == ["(x.nbytes) // 2"] and found["copy one off"] == ["(m) + 1", "(k) + 1"]
+    assert found["another stage"] == ["(0) ^ 1"], "of a wait, not of what begins each barrier"
     assert found["transpose dropped"] == ["ring"] and found["always equal"] == ["True"]
     assert "(x) > (3)" in found["comparison"] and "2" in found["constant by one"], "a stage, and a product, too early"
     every = operators.mutants("toy.py", GLUON)
     assert not [m for m in every if "NVMMA" in m.before], "no layout"
+
+
+def test_a_wrong_algorithm_is_accepted_and_a_descriptor_has_another_box():
+    found = made(LIBRARY)
+    assert found["branch turned"] == ["(not (failed or kind not in (66, 67)))"]
+    assert found["condition dropped"] == ["(kind not in (66, 67))", "(failed)"]
+    assert found["descriptor's bounds by one"] == ["[n - 1 for n in (m, n)]"]
+    assert found["half of a descriptor's box"] == ["[([64, 8])[0] // 2, *([64, 8])[1:]]"]
+    assert "8" in found["constant by one"] and not [t for t in found["constant by one"] if t in ("5", "241")]
+
+
+def test_an_edit_moves_no_line_behind_it():
+    text = "def f(x):\n    y = load(\n        x, mask=x > 0\n    )\n    total += 1\n\n\ndef g():\n    pass\n"
+    lines = {m.operator: m.applied(text).splitlines() for m in operators.mutants("toy.py", text)}
+    assert {"mask dropped", "partial sum in bf16"} <= {*lines}
+    assert {found.index("def g():") for found in lines.values()} == {7}
 
 
 def test_what_is_free_or_only_checks_is_left_alone():
@@ -166,7 +198,7 @@ def test_what_sm_90_alone_runs_is_planned_for_a_gpu_alone(every):
     assert pipeline <= {m.operator for m in left}
     for m in (m for m in left if on_hopper(m.file)):
         assert {*ops_for(m.file, m.function)} <= {*LARGE}, "tiny sizes do not reach it"
-        assert run.dtypes_of(m) == ("bf16",)
+        assert {ask[1:] for ask in run.asks_of(m)} == {("bf16", SM_90)}
 
 
 @pytest.mark.parametrize(
@@ -187,6 +219,37 @@ def test_a_model_passes_and_is_caught_where_its_layout_is_forgotten(kind, monkey
     monkeypatch.setattr(models, "layout_of", lambda call: TokenLayout.packed([0, call.index.size]))  # one sequence
     wrong = {row.relation for row in layout_rows(target, ["singles"]) if row.verdict == "needs-fix"}
     assert wrong == {"gradient invariance"}
+
+
+def test_attention_is_asked_at_sizes_of_its_own_and_products_are_held_to_tritons(monkeypatch):
+    """At sizes that an interpreter can compute, with what a GPU alone has in place of others."""
+    small = {"heads": 2, "kv_heads": 1, "head_dim": 16}, ((40, 50), (2, 9), (1, 1)), "normal"
+    monkeypatch.setattr(sm_90, "KINDS", {"long": small})
+    monkeypatch.setattr(sm_90, "PAGES", (16,))
+    asked = lambda: [*sm_90.attention("attention", ["long"], torch.bfloat16, torch.device("cpu"), 0)]
+    assert {(r.relation, r.layout, r.verdict) for r in asked()} >= {
+        ("invariance", "rollout:drawn", "pass"),
+        ("invariance", "pages of 16", "pass"),
+    }
+    whole = bi_kernels.attention
+    told = lambda q, k, v, **more: whole(q, k, v * (1 + 0.02 * (len(q) > 40)), **more)
+    monkeypatch.setattr(bi_kernels, "attention", told)
+    assert {r.layout for r in asked() if r.verdict != "pass"} >= {"singles", "rollout:drawn"}
+
+    for name in ("NARROW", "WIDE", "ROUND"):
+        monkeypatch.setattr(sm_90, name, (20, 33, 24))
+    monkeypatch.setattr(sm_90, "TOP", (20, 30, 30))
+    monkeypatch.setattr(sm_90, "LIBRARYS", 6)
+    subject = questions.load("gemm", {"dtype": "bf16", "device": "cpu", "op": "linear", "shapes": "tiny"}).make()[0]
+    right = lambda x, w, bias=None, out_dtype=None, out=None, start=None: launch(
+        x, w, bias, FEW_ROWS, out_dtype, start, out
+    )
+    by_ring = lambda x, w, bias, ring, **told: found(x, w, bias, **told)
+    monkeypatch.setitem(sys.modules, "bi_kernels.ops.gemm.hopper", SimpleNamespace(launch=by_ring))
+    monkeypatch.setattr(sm_90, "launch_library", lambda *of, **told: found(*of, **told))
+    for found, verdict in ((right, "pass"), (lambda x, w, bias, **told: right(x, w, None, **told), "needs-fix")):
+        for rows in (sm_90.by_ring(subject), sm_90.by_library(subject)):
+            assert verdict in {r.verdict for r in rows} <= {"pass", verdict}
 
 
 def test_files_that_match_nothing_are_refused(every):
@@ -277,7 +340,8 @@ def test_a_models_sizes_are_asked_in_layouts_splits_and_views(monkeypatch):
 def test_every_op_is_asked_beyond_32_bits_and_of_long_sequences_on_a_gpu(monkeypatch):
     for stage in ("_values", "_quick", "_drawn", "_large", "_rest"):
         monkeypatch.setattr(questions, stage, lambda *_: iter(()))
-    monkeypatch.setattr(questions.single_call, "by_use", lambda s: iter(()))
+    monkeypatch.setattr(questions.single_call, "by_use", lambda s, only=(): iter(()))
+    monkeypatch.setattr(questions.sm_90, "attention", lambda op, kinds, *_: ["sizes"] * ("long" in kinds))
     monkeypatch.setattr(questions, "MORE", {})
     monkeypatch.setattr(
         questions, "load", lambda audit, given: load(audit, given | {"device": "cpu", "shapes": "tiny"})
@@ -288,10 +352,11 @@ def test_every_op_is_asked_beyond_32_bits_and_of_long_sequences_on_a_gpu(monkeyp
     on = lambda device, op: [
         row
         for dtype in run.DTYPE_ORDER
-        for row in questions.asked(op, dtype, device, dtype == run.DTYPE_ORDER[0] or bool(OPS[op].cache))
+        for row in questions.asked(op, dtype, device, ALL if dtype == run.DTYPE_ORDER[0] or OPS[op].cache else SOME)
     ]
     for op in OPS:
-        assert {*on("cuda", op)} == {op, "a long sequence"} | ({"heads apart"} if op == "attention" else set())
+        long = {"sizes"} if OPS[op].cache else {"a long sequence"}
+        assert {*on("cuda", op)} == {op} | long | ({"heads apart"} if op == "attention" else set())
         assert not on("cpu", op)
 
 
@@ -336,17 +401,19 @@ def mutate(tmp_path: Path, known: str) -> subprocess.CompletedProcess:
 def test_a_mutant_counts_as_killed_where_every_seed_kills_it(lucky, verdict, monkeypatch):
     asked = []
 
-    def rows(op, dtype, device, whole, seed):
-        asked.append((op, dtype, seed))
+    def stages(op, dtype, device, depth, seed, first):
+        asked.append((op, dtype, seed, first))
         bad = op == "silu" and dtype == "bf16" and seed in lucky
-        yield SimpleNamespace(verdict="needs-fix" if bad else "pass", relation="invariance", layout="rows", detail="")
+        said = {"relation": "invariance", "layout": "rows", "detail": ""}
+        yield "layouts", [SimpleNamespace(verdict="needs-fix" if bad else "pass", **said)]
 
-    monkeypatch.setattr(questions, "asked", rows)
-    asks = [(op, dtype, dtype == "fp32") for dtype in ("fp32", "bf16") for op in ("gelu", "silu")]
+    monkeypatch.setattr(questions, "stages", stages)
+    asks = [(op, dtype, ALL if dtype == "fp32" else SOME) for dtype in ("fp32", "bf16") for op in ("gelu", "silu")]
     found = questions.killer(asks, SEEDS, "cpu", 0)
     assert found["verdict"] == verdict
-    assert asked[:4] == [("gelu", "fp32", 0), ("silu", "fp32", 0), ("gelu", "bf16", 0), ("silu", "bf16", 0)]
-    assert asked[4] == ("silu", "bf16", 1), "what killed comes first"
+    every = [("gelu", "fp32", 0), ("silu", "fp32", 0), ("gelu", "bf16", 0), ("silu", "bf16", 0)]
+    assert asked[:4] == [(*of, "") for of in every]
+    assert asked[4] == ("silu", "bf16", 1, "layouts"), "what killed comes first"
     if verdict == "survived":
         assert found["detail"] == (
             f"killed by invariance rows of silu, bf16, with seed 0, but by nothing with seed {len(lucky)}"
@@ -368,7 +435,7 @@ from bi_kernels.audit.parameters import choose, find_helpers
 choose("cpu"); find_helpers()
 import bi_kernels.audit.cli, bi_kernels.audit.commands, mutation.command
 from mutation.questions import asked
-print({{row.verdict for row in asked("silu", "fp32", "cpu", False)}})
+print({{row.verdict for row in asked("silu", "fp32", "cpu", "some")}})
 """
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert ended.stdout == "{'pass'}\n", ended.stderr
@@ -417,22 +484,36 @@ def test_an_entry_that_no_mutant_answers_to_is_one_line(tmp_path):
 
 
 def test_what_was_judged_of_these_sources_is_not_judged_again(every, tmp_path, monkeypatch):
-    def judge(self, mutant, ops, limits, seeds=SEEDS, dtypes=("fp32", "bf16")):
-        asked.append((mutant.id if mutant else "", tuple(ops), tuple(dtypes), tuple(seeds)))
-        return {"verdict": "killed" if mutant else "survived", "checks": 1, "seconds": 0.1, "op": ops[0]}
+    def judge(self, mutant, asks, limits, seeds=SEEDS, until=math.inf, only=()):
+        if until < 0:
+            return None
+        asked.append((mutant.id if mutant else "", tuple(asks), tuple(seeds), tuple(only)))
+        by = {str(seed): [*asks[0], "layouts"] for seed in seeds}
+        return {"verdict": "killed" if mutant else "survived", "checks": 1, "seconds": 0.1, "op": asks[0][0], "by": by}
 
     monkeypatch.setattr(Copy, "__init__", lambda self, *of: None)
     monkeypatch.setattr(Copy, "judge", judge)
     one, two = [m for m in every if ops_for(m.file, m.function) == ["silu"]][:2]
-    for asked, expected in (([], 2 * len(SEEDS) + 2), ([], 0)):
-        found = judged([one, two], "cpu", 2, tmp_path / "kept", lambda found, left: None)
-        assert [f["verdict"] for f in found] == ["killed"] * 2 and len(set(asked)) == len(asked) == expected
+    # the unbroken package in two dtypes, and later in what killed; two mutants
+    for asked, expected in (([], 2 + 2 + len(SEEDS[1:])), ([], 0)):
+        found, missing = judged([one, two], "cpu", 2, tmp_path / "kept", lambda found, left: None)
+        assert (
+            not missing
+            and [f["verdict"] for f in found] == ["killed"] * 2
+            and len(set(asked)) == len(asked) == expected
+        )
+        assert {(seeds, only) for m, _, seeds, only in asked[-2:] if not m} <= {((s,), ("layouts",)) for s in SEEDS[1:]}
     with (tmp_path / "kept").open() as file:
         lines = file.readlines()
     (tmp_path / "kept").write_text("".join(line for line in lines if json.loads(line).get("id") != two.id))
     asked = []
+    ended, missing = judged([one, two], "cpu", 2, tmp_path / "kept", lambda found, left: None, until=-1)
+    assert [f["id"] for f in ended] == [one.id] and missing == 1 and not asked, "what has no time is left out"
     judged([one, two], "cpu", 2, tmp_path / "kept", lambda found, left: None)
     assert [a[0] for a in asked] == [two.id]
+
+
+SILU = "silu", "fp32", ALL
 
 
 def body(text: str) -> operators.Mutant:
@@ -444,7 +525,7 @@ def test_what_judges_a_mutant_ends_with_its_server(tmp_path):
     hangs = body(f"import os, pathlib\n{said}\nwhile True:\n    pass\n")
     with ThreadPoolExecutor(1) as pool:
         with copies(1, "cpu") as call:
-            pending = pool.submit(call, Copy.judge, hangs, ["silu"], (600, 600))
+            pending = pool.submit(call, Copy.judge, hangs, [SILU], (600, 600))
             assert waits_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), 120)
             pid = int((tmp_path / "pid").read_text())
         assert isinstance(pending.exception(60), Died), "and it is no verdict"
@@ -456,10 +537,10 @@ def test_a_mutant_that_hangs_or_ends_its_process_is_killed():
     hanging = "\n\ndef silu(x):\n    while True:\n        pass\n"
     with copies(1, "cpu") as call:
         judge = lambda *of: call(Copy.judge, *of)
-        hangs = judge(body("\nwhile True:\n    pass\n"), ["silu"], (20, 20))
-        silent = judge(body(hanging), ["silu"], (120, 5))
-        ends = judge(body("\nimport os\nos.abort()\n"), ["silu"], (60, 60))
-        fine = judge(None, ["add"], (600, 100), [0])
+        hangs = judge(body("\nwhile True:\n    pass\n"), [SILU], (20, 20))
+        silent = judge(body(hanging), [SILU], (120, 5))
+        ends = judge(body("\nimport os\nos.abort()\n"), [SILU], (60, 60))
+        fine = judge(None, [("add", "fp32", ALL)], (600, 100), [0])
     assert (hangs["relation"], ends["relation"], fine["verdict"]) == ("time", "crashed", "survived")
     assert (silent["relation"], silent["detail"]) == ("time", "an answer took more than 5 s")
     assert 0 < fine["longest"] <= fine["seconds"]

@@ -136,6 +136,7 @@ class Mutate:
     seeds: int = option(3, "Seeds of inputs, each of which must show a bug. Default: 3.", type=positive)
     device: str = option("auto", "auto (default), cpu or cuda.")
     jobs: int = option(2, "Number of mutants at a time. Default: 2.", type=positive)
+    minutes: int = option(None, "Ends after so many; the same command then continues. Default: never.", type=positive)
     out: Path = option(None, "Folder of the report. Default: runs/DEVICE-mutants/mutants.")
     publish: bool = publish()
     equivalents: Path = option(
