@@ -168,8 +168,12 @@ def capped(score, steep):
 
 
 def round_up_sequences(sequences: int) -> int:
-    """Returns how many sequences a kernel looks through: a power of two, so that few variants of it are compiled."""
-    return max(16, triton.next_power_of_2(sequences))
+    """Returns how many sequences a kernel looks through: 32, 128, 512 and so on, so that few variants of it are
+    compiled."""
+    room = 32
+    while room < sequences:
+        room *= 4
+    return room
 
 
 def max_tiles(tokens: int, sequences: int, rows: int) -> int:
