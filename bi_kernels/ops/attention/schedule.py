@@ -168,12 +168,9 @@ def capped(score, steep):
 
 
 def round_up_sequences(sequences: int) -> int:
-    """Returns how many sequences a kernel looks through: 32, 128, 512 and so on, so that few variants of it are
-    compiled."""
-    room = 32
-    while room < sequences:
-        room *= 4
-    return room
+    """Returns how many sequences a kernel looks through: 32, 128 or a larger power of two, so that few variants of it
+    are compiled."""
+    return 32 if sequences <= 32 else max(128, triton.next_power_of_2(sequences))
 
 
 def max_tiles(tokens: int, sequences: int, rows: int) -> int:
