@@ -7,16 +7,19 @@ import pytest
 import torch
 
 import bi_kernels
+from bi_kernels.audit import start
 from bi_kernels.audit.checks import forward, modes, single_call
 from bi_kernels.audit.checks.edge_cases import ONE_TOKEN, populations
 from bi_kernels.audit.controls.usage import _Gradient, doubled_for_several
+from bi_kernels.audit.executor import Died
 from bi_kernels.audit.findings import NEEDS_FIX, PASS
-from bi_kernels.audit.fuzz.cases import FINITE, POPULATIONS, draw
-from bi_kernels.audit.fuzz.checks import ROLLOUT, judge
+from bi_kernels.audit.fuzz.cases import FINITE, POPULATIONS, RANDOM, draw
+from bi_kernels.audit.fuzz.checks import ALONE, GROUPS, ROLLOUT, judge
 from bi_kernels.audit.registry import OPS
 from bi_kernels.audit.targets.op import OpUnderTest
 from bi_kernels.audit.targets.op_config import OpConfig
 from bi_kernels.contract import DTYPES
+from helpers import fuzz
 
 LAYOUT_ARGUMENTS = "table positions cu_seqlens cu_seqlens_q cu_seqlens_k lengths_q lengths_k left_padded block_table"
 CPU, BF16 = torch.device("cpu"), DTYPES["bf16"]
@@ -64,6 +67,36 @@ def test_a_case_is_the_same_whatever_was_drawn_before():
     assert one.said == again.said and list(one.subject.lengths) == list(again.subject.lengths)
     assert [c.index.tolist() for c in one.groups] == [c.index.tolist() for c in again.groups]
     assert one.said != drawn("attention", 7, seed=1).said
+
+
+def test_cases_on_a_gpu_share_widths_and_have_rows_of_their_own():
+    limits, silu = RANDOM["cuda"], OPS["silu"]
+    cases = [draw(silu, public(silu), n, BF16, torch.device("cuda")) for n in range(60 * len(POPULATIONS))]
+    assert len({c.subject.problem.sizes["mlp"] for c in cases}) == limits["pool"]
+    rows = [sum(c.subject.lengths) for c in cases]
+    assert len({*rows}) > 2 * len(POPULATIONS) and max(rows) <= 3 * limits["tokens"]
+    assert sum(n > 1 and (n % 64 + 1) % 64 < 3 for n in rows) > len(rows) / 15, "near the edge of a tile"
+    assert [c.full for c in cases[:9]] == [True, *[False] * 7, True]
+
+
+def test_a_case_that_is_not_full_is_compared_in_each_way_by_turns():
+    case = lambda n: draw(OPS["silu"], bi_kernels.silu, n, BF16, CPU, full=False)
+    rows = [judge(case(n)) for n in range(len(POPULATIONS))]
+    assert {len(found) for found in rows} == {1} and all(r.verdict == PASS for (r,) in rows)
+    assert {r.layout for (r,) in rows} == {ALONE, GROUPS, ROLLOUT}
+
+
+def test_what_ends_a_process_is_the_row_of_its_case_alone(monkeypatch):
+    def each(session, function, parts):
+        if any(3 in part[2] for part in parts):
+            raise Died("judge", -11, [])
+        return iter([function(session, part) for part in parts])
+
+    session = start("random", device="cpu", dtype="bf16", op="silu", cases=5)
+    monkeypatch.setattr(fuzz.parallel, "each", each)
+    rows, seen = fuzz.judge_cases(session)
+    (bad,) = [r for r in rows if r.verdict == NEEDS_FIX]
+    assert "case 3" in bad.detail and bad.repro.endswith("-p op silu -p cases 1 -p first 3") and len(seen) == 5
 
 
 def test_what_is_broken_for_two_equal_samples_is_found():

@@ -1,5 +1,6 @@
 """Kernels launched through their compiled form: it is the one that Triton would have launched."""
 
+import json
 import os
 import subprocess
 import sys
@@ -18,24 +19,37 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from bi_kernels import compat
 from bi_kernels.checks import once
 from bi_kernels.compat import descriptor, keeping_maps
+from bi_kernels.contract import CONTRACT
 from bi_kernels.ops.gemm import gemm
 from bi_kernels.ops.gemm import hopper_cublaslt as cublaslt
 from bi_kernels.ops.gemm.cost import Tile
 from bi_kernels.ops.gemm.gemm import cheapest
 from bi_kernels.ops.gemm.kernel import FP32_TILE
 
-SCRIPT = Path(__file__).with_name("compiled_launches.py")
+SCRIPT, SERVED = (Path(__file__).with_name(name) for name in ("compiled_launches.py", "served_variants.py"))
+
+
+def printed(script: Path, *given: str) -> list[str]:
+    """Returns the lines that a script prints without the interpreter and without a GPU."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(script), *given]
+    ended = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    return ended.stdout.splitlines()
 
 
 @pytest.mark.parametrize("dtypes", slow_but(["bfloat16", "float32 bfloat16"], "bfloat16"))
 def test_what_is_launched_is_what_triton_would_launch(dtypes):
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(SCRIPT), *dtypes.split()]
-    ended = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    first, again = (tuple(map(int, line.split())) for line in ended.stdout.splitlines())
+    first, again = (tuple(map(int, line.split())) for line in printed(SCRIPT, *dtypes.split()))
     assert first[1] > 0, "calls of one kind share what was compiled"
     assert again[0] == first[0] and again[1] > 2 * first[1], "the same calls again ask Triton nothing"
+
+
+def test_calls_of_any_size_compile_few_variants_and_one_for_each_size_is_seen():
+    found, each = map(json.loads, printed(SERVED))
+    assert sum(found.values()) <= CONTRACT["random"]["variants"], found
+    assert found.keys() >= {"attention_kernel", "keys_backward_kernel", "_gemm_kernel", "_rms_norm_backward_kernel"}
+    assert each["attention_kernel"] > 2 * found["attention_kernel"]
 
 
 @pytest.mark.parametrize("version, off, taken", [(130100, False, True), (130101, False, False), (130100, True, False)])

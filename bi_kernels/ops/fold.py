@@ -21,7 +21,7 @@ def add_rows(total, rows, BLOCK: tl.constexpr, COUNT: tl.constexpr):
     return total
 
 
-@jit
+@jit(do_not_specialize=["slabs"])
 def _fold_partials_kernel(
     partial,
     start,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import matplotlib.pyplot as plt
 
-from bi_kernels.audit import parallel
+from bi_kernels.audit import executor, parallel
 from bi_kernels.audit.controls.run import groups, judge_control
 from bi_kernels.audit.findings import NEEDS_FIX, PASS, UNSUPPORTED, Row, grouped, sentence
 from bi_kernels.audit.fuzz.cases import RANDOM, ROUND, Case, draw, pool_entry
@@ -16,6 +16,8 @@ from bi_kernels.audit.progress import Voice
 from bi_kernels.audit.registry import OPS
 from bi_kernels.audit.report import tables
 from bi_kernels.audit.report.markdown import Markdown
+from bi_kernels.audit.static import variants
+from bi_kernels.audit.static.verdict import EVERY
 from bi_kernels.audit.targets.op import OpUnderTest
 from bi_kernels.contract import DTYPES, dtype_name
 from helpers.coverage import missing
@@ -23,6 +25,7 @@ from helpers.coverage import missing
 AT_ONCE = 256  # cases that one process is given
 SHOWN = 3  # cases of one op, dtype and question that have a row of their own
 DRAWN = "drawn"
+SERVER, SERVED = "a server and a trainer", 2000  # layout of the row of variants, and calls that it is of
 
 Part = tuple[str, str, tuple[int, ...]]  # op, dtype, numbers of cases
 Seen = tuple[str, str, int, int, bool]  # op, population, tokens, largest dimension, whether all passed
@@ -38,6 +41,8 @@ def judge_cases(session) -> tuple[list[Row], list[Seen]]:
     parts = _in_turn(subjects, numbers)
     parallel.ahead(session, judge_some, parts)
     parallel.ahead(session, judge_control, groups(session))
+    if session.on_gpu and session.candidate.spec == "bi_kernels":
+        session.begun[SERVER] = executor.begin(f"{variants.__name__}:served", "cuda", SERVED)
     found: dict[tuple[str, str], tuple[list[Row], list[Seen]]] = {}
     for part in Voice(session.audit, len(parts), quiet=not session.on_gpu).steps(parts):
         for known, new in zip(found.setdefault(part[:2], ([], [])), _judged(session, part)):
@@ -147,6 +152,25 @@ def summed(rows: list[Row]) -> list[Row]:
                 )
             )
     return found
+
+
+def served(session) -> list[Row]:
+    """Records and returns the row of the variants that one model's server and trainer compile, with the numbers of
+    each kernel; on a GPU."""
+    most, found, said = RANDOM["variants"], {}, ""
+    try:
+        found = session.begun.pop(SERVER).result()
+    except executor.Died as died:
+        said = f"; {sentence(died)}"
+    count = sum(found.values())
+    said = f"{count} variants compiled in {SERVED:,} calls, at most {most} allowed{said}: " + ", ".join(
+        f"{kernel} {n}" for kernel, n in sorted(found.items(), key=lambda one: -one[1])
+    )
+    label = session.audit, EVERY, "", "bi_kernels", "bf16", session.device_name, "variants", SERVER, "", "", 0
+    row = Row(*label, verdict=PASS if 0 < count <= most else NEEDS_FIX, detail=said, repro=session.command)
+    row.mismatches, row.elements = max(0, count - most), count
+    session.add([row])
+    return [row]
 
 
 def populations(seen: list[Seen]) -> Markdown:

@@ -79,9 +79,11 @@ def draw(
     widths = rng if entry is None else np.random.default_rng([seed, alike, entry])
     sizes = _sizes(op, number, widths, limits, entry is not None and entry % 2 == 0)
     wide = max([1, *(math.prod(_numbers(dims, sizes)) for dims in op.tokens.values())])
-    wide = max(wide, sizes.get("vocab", 1) // 16)  # of the logits, of which only a reference may hold all
+    own = set(re.findall(r"[A-Za-z_]+", " ".join([*op.tokens.values(), *op.shared.values()])))
+    wide = max([wide, *(sizes.get(n, 1) // 16 for n in {"vocab", "N"} & own)])  # of a result that a reference holds
     tokens = limits["attention_fp64" if full and op.cache else "tokens"]
-    most = max(1, min(tokens, limits["elements"] // wide))
+    elements = limits["elements" if full or not op.cache else "attention_elements"]
+    most = max(1, min(tokens, elements // wide))
     many = max(1, min(limits["sequences" if op.cache else "many"], limits["elements"] // (SHORT * wide)))
     total = _edge(rng, _log_uniform(rng, 1, most), limits)
     lengths = _lengths(population, total, many, rng, limits)

@@ -15,8 +15,8 @@ import bi_kernels as bi
 from bi_kernels import compat
 from bi_kernels.contract import SHAPES
 
-PAGE, CAPACITY = 16, 2**15  # keys of a page; tokens of a call
-SEQUENCES, LONGEST = 128, 2**15  # of a call at most; keys of a sequence
+PAGES, PAGE = 1024, 16  # of the cache, whose numbers nobody reads; keys of a page
+SEQUENCES, LONGEST = 128, 2**15  # of a call at most; its tokens at most, and keys of a sequence
 
 
 @contextmanager
@@ -42,7 +42,7 @@ class Served:
     """A layer of a decoder between its embedding and its LM head, bf16, that calls our ops as a server does: with
     packed prompts, chunks and decode over pages, and training steps of packed and padded samples."""
 
-    def __init__(self, device: torch.device, shapes: str = "qwen3-8b", longest: int = LONGEST):
+    def __init__(self, device: torch.device, shapes: str, longest: int):
         self.device, self.dims, self.longest = device, SHAPES[shapes], longest
         d, D = self.dims, self.dims["head_dim"]
         sizes = {"embedding": (d["vocab"], d["hidden"]), "lm_head": (d["vocab"], d["hidden"])}
@@ -54,7 +54,7 @@ class Served:
         for w in self.w.values():
             w.main_grad = torch.empty_like(w, dtype=torch.float32)
         self.table = bi.rope_table(longest, D, device=device)
-        shape = SEQUENCES * 2 * longest // PAGE // 16, PAGE, d["kv_heads"], D
+        shape = PAGES, PAGE, d["kv_heads"], D
         self.cache = torch.empty(shape, **there), torch.empty(shape, **there)
 
     def _integers(self, numbers, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -109,12 +109,12 @@ class Served:
             self.logprob((count,), bi.packed_positions(told["cu_seqlens_q"], count), **told).sum().backward()
 
 
-def served(device: str, calls: int, seed: int = 0, longest: int = LONGEST) -> dict[str, int]:
+def served(device: str, calls: int, seed: int = 0, shapes: str = "qwen3-8b", longest: int = LONGEST) -> dict[str, int]:
     """Returns {kernel: how many variants are compiled} in so many calls, of sizes drawn log-uniform, forward and
     backward."""
     rng = np.random.default_rng(seed)
     log_uniform = lambda most, low=1: int(np.exp(rng.uniform(np.log(low), np.log(most + 1))))
-    layer = Served(torch.device(device), longest=longest)
+    layer = Served(torch.device(device), shapes, longest)
 
     def lengths() -> list[int]:
         """Draws 1 to SEQUENCES lengths of about as many tokens together as are drawn."""

@@ -168,8 +168,9 @@ def capped(score, steep):
 
 
 def round_up_sequences(sequences: int) -> int:
-    """Returns how many sequences a kernel looks through: a power of two, so that few variants of it are compiled."""
-    return max(16, triton.next_power_of_2(sequences))
+    """Returns how many sequences a kernel looks through: 32, 128 or a larger power of two, so that few variants of it
+    are compiled."""
+    return 32 if sequences <= 32 else max(128, triton.next_power_of_2(sequences))
 
 
 def max_tiles(tokens: int, sequences: int, rows: int) -> int:
