@@ -268,6 +268,36 @@ def test_every_entry_of_the_file_of_equivalents_has_a_mutant_and_a_reason(every)
     assert all(len(e.reason) > 20 for e in entries)
 
 
+def test_the_file_of_equivalents_is_short_and_what_a_pattern_explains_is_alike(every):
+    entries = plan.equivalents()
+    assert len(entries) <= 150
+    patterns = [e for e in entries if "*" in e.file or "*" in e.function or e.taken]
+    for e in patterns:  # a cast of offsets that a kernel computes, not of what it loads, whose dtype is a caller's
+        held = [m for m in every if e.holds(m)]
+        assert (e.operator, e.device) == ("cast dropped", "cpu") and len(held) > 20
+        assert all(m.taken == f"{m.text}.to({m.taken[-9:]}" and m.taken.endswith("l.int64)") for m in held)
+        assert not [m for m in held if "load(" in m.taken]
+        both = [torch.arange(2**31 - 9, 2**31 - 1, dtype=dtype) for dtype in (torch.int32, torch.int64)]
+        assert both[0].tolist() == both[1].tolist() and int(both[0][-1:] + 2) < 0, "the same below 2^31"
+
+
+PARTS = 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+def test_what_an_entry_explains_survives_what_kills_most(part, every):
+    """Each entry's first mutant that an interpreter can judge, by the values and layouts of the first op."""
+    here = [m for m in plan.of_device(every, "cpu")]
+    first = lambda e: next((m for m in here if e.device != "cuda" and e.holds(m)), None)
+    found = {}
+    with copies(1, "cpu") as call:
+        for m in filter(None, map(first, plan.equivalents()[part::PARTS])):
+            asks = [ask for ask in run.asks_of(m) if ask[0] in OPS][:1]
+            found[m.id] = call(Copy.judge, m, asks, (600, 600), [0], math.inf, ["values", "layouts"])
+    assert len(found) > 5 and not {id: f for id, f in found.items() if f["verdict"] != "survived"}
+
+
 COMMITTED = sorted((Path(bi_kernels.__file__).parents[1] / "audits").glob("*/mutants"))
 
 
@@ -288,7 +318,7 @@ def verdict(m: operators.Mutant, verdict: str, **more) -> dict:
 def test_what_the_file_of_equivalents_explains_follows_it(every):
     one, two, three, four = every[:4]
     of = {m.id: m for m in (one, two, three, four)}
-    entry = lambda m: plan.Equivalent(m.file, m.function, "planted", m.before, m.text, m.operator, m.number)
+    entry = lambda m: plan.Equivalent("planted", m.file, m.function, m.before, m.text, m.operator, m.number)
     found = [
         verdict(one, "survived"),
         verdict(two, "survived"),
