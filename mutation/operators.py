@@ -124,7 +124,8 @@ def _casts(s: _Source, node: ast.AST) -> Iterator[Edit]:
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
         return
     if node.func.attr in ("float", "double", "to") and len(node.args) == (node.func.attr == "to"):
-        yield "cast dropped", node, s.of(node.func.value)
+        value = s.of(node.func.value)
+        yield "cast dropped", node, f"({value})" if isinstance(node.func.value, ast.BinOp) else value
         if node.func.attr == "to" and _name(node.args[0]) == "float32":
             yield (
                 "cast to bf16",

@@ -288,7 +288,7 @@ PARTS = 8
 @pytest.mark.parametrize("part", range(PARTS))
 def test_what_an_entry_explains_survives_what_kills_most(part, every):
     """Each entry's first mutant that an interpreter can judge, by the values and layouts of the first op."""
-    here = [m for m in plan.of_device(every, "cpu")]
+    here = plan.of_device(every, "cpu")
     first = lambda e: next((m for m in here if e.device != "cuda" and e.holds(m)), None)
     found = {}
     with copies(1, "cpu") as call:
