@@ -388,6 +388,7 @@ def transformers(dtype: str, device: str, seed: int) -> Iterator[Row]:
     session = load("transformers", given)
     adapter = session.adapter()
     with session.quiet():
+        yield from _classified(Experts(dtype, device, seed))
         yield from adapter.rows(session, dtype)
         name = next(iter(adapter.CONFIGS))
         model = adapter.build(session, name, dtype)
@@ -398,6 +399,16 @@ def transformers(dtype: str, device: str, seed: int) -> Iterator[Row]:
             yield from _family_rows(session, target, family, dtype)
         model = _built(session, name, dtype, attention_dropout=0.1)
         yield _answer(target, model.train(), False, "dropout")
+
+
+def _classified(target: ModelTarget) -> Iterator[Row]:
+    from bi_kernels.integrations.transformers.classify import classify  # noqa: PLC0415 (an optional package)
+    from mutation.classified import MODULES  # noqa: PLC0415 (likewise)
+
+    for name, (make, expected, says) in MODULES.items():
+        kind, why = classify(make())
+        wrong = ((kind.__name__ if kind else "") != expected) + (bool(why) != says)
+        yield target.row(Relation.CONTRACTED, "classify", Drift(int(wrong), 2), tensor=name, detail=why[:200])
 
 
 def _built(session, family: str, dtype: str, **changed) -> nn.Module:

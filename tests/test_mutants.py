@@ -1,5 +1,6 @@
 """Mutants: what the operators make, that a sample of them is killed, and that nobody is explained away who is not."""
 
+import importlib
 import json
 import math
 import os
@@ -250,6 +251,20 @@ def test_attention_is_asked_at_sizes_of_its_own_and_products_are_held_to_tritons
     for found, verdict in ((right, "pass"), (lambda x, w, bias, **told: right(x, w, None, **told), "needs-fix")):
         for rows in (sm_90.by_ring(subject), sm_90.by_library(subject)):
             assert verdict in {r.verdict for r in rows} <= {"pass", verdict}
+
+
+@pytest.mark.slow
+def test_functions_of_the_mode_and_classes_of_the_adapter_pass_and_are_caught(monkeypatch):
+    monkeypatch.setattr(models.Routed, "rows", lambda self: iter(()))
+    wrong = lambda rows: {r.tensor for r in rows if r.verdict != "pass"}
+    assert not wrong(models.mode("fp32", "cpu", 0)) and not wrong(models._classified(models.Experts("fp32", "cpu", 0)))
+    monkeypatch.setattr(models, "FUNCTIONS", {"over rows": lambda x, w: x - x.mean(0) + 0 * (x @ w)})
+    monkeypatch.setattr(models, "UNTRAINED", set())
+    monkeypatch.setattr(models, "REFUSED", {"nothing": lambda x, w: x @ w})
+    assert {"nothing"} <= wrong(models.mode("fp32", "cpu", 0)) > {"nothing"}
+    classify = importlib.import_module("bi_kernels.integrations.transformers.classify")
+    monkeypatch.setattr(classify, "classify", lambda module: (None, ""))
+    assert len(wrong(models._classified(models.Experts("fp32", "cpu", 0)))) > 20
 
 
 def test_files_that_match_nothing_are_refused(every):
