@@ -164,6 +164,10 @@ def experts(dtype: str, device: str, seed: int) -> Iterator[Row]:
     _, ids = bi_kernels.top_k(scores.to(target.dtype), 7)
     drift = compare(ids, torch.tensor([[3, 5, 6, 2, 4, 0, 1]], device=target.device))
     yield target.row(Relation.CONTRACTED, "ties", drift, "a NaN is as large as infinity", tensor="top_k")
+    drawn = (1 + torch.randn(9, EXPERTS, device=target.device) / 2**7).to(target.dtype)  # close to each other
+    order = torch.sort(drawn, dim=-1, descending=True, stable=True).indices[:, :CHOICES]
+    drift = compare(tuple(bi_kernels.top_k(drawn, CHOICES)), (drawn.gather(-1, order), order))
+    yield target.row(Relation.CONTRACTED, "order", drift, "a stable sort", tensor="top_k")
 
 
 class Decoder(nn.Module):

@@ -258,10 +258,10 @@ def test_functions_of_the_mode_and_classes_of_the_adapter_pass_and_are_caught(mo
     monkeypatch.setattr(models.Routed, "rows", lambda self: iter(()))
     wrong = lambda rows: {r.tensor for r in rows if r.verdict != "pass"}
     assert not wrong(models.mode("fp32", "cpu", 0)) and not wrong(models._classified(models.Experts("fp32", "cpu", 0)))
-    monkeypatch.setattr(models, "FUNCTIONS", {"over rows": lambda x, w: x - x.mean(0) + 0 * (x @ w)})
+    monkeypatch.setattr(models, "FUNCTIONS", {"by rows": lambda x, w: (x @ w) * (1 + (len(x) > 1))})
     monkeypatch.setattr(models, "UNTRAINED", set())
     monkeypatch.setattr(models, "REFUSED", {"nothing": lambda x, w: x @ w})
-    assert {"nothing"} <= wrong(models.mode("fp32", "cpu", 0)) > {"nothing"}
+    assert {"nothing", "by rows"} <= wrong(models.mode("fp32", "cpu", 0))
     classify = importlib.import_module("bi_kernels.integrations.transformers.classify")
     monkeypatch.setattr(classify, "classify", lambda module: (None, ""))
     assert len(wrong(models._classified(models.Experts("fp32", "cpu", 0)))) > 20
