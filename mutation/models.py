@@ -240,6 +240,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of x (rows, WIDT
     "topk": lambda x, w: x.round().topk(5).values,
     "cross_entropy": lambda x, w: F.cross_entropy(x, x.argmin(-1), reduction="none"),
     "plus a row": lambda x, w: x + w[0],
+    "plus numbers": lambda x, w: x + torch.linspace(-1, 1, WIDTH, device=x.device, dtype=x.dtype),
     "a row minus": lambda x, w: w[0] - 2 * x,
     "times a row": lambda x, w: x * w[0],
     "over a row": lambda x, w: x / (2 + w[0].abs()),
@@ -328,6 +329,8 @@ REFUSED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # likewise, what has
     "embedding by frequency": lambda x, w: F.embedding(x.argmax(-1), w, scale_grad_by_freq=True),
     "layer_norm of two": lambda x, w: F.layer_norm(x.unflatten(-1, (4, 8)), (4, 8)),
     "dropout": lambda x, w: F.dropout(x, 0.5),
+    "repeats": lambda x, w: x.repeat_interleave(torch.arange(1, 1 + len(x), device=x.device), 0),
+    "repeats of all": lambda x, w: x.repeat_interleave(2),
     "var": lambda x, w: x.var(-1),
     "prod": lambda x, w: x.prod(-1),
     "einsum": lambda x, w: torch.einsum("rk,nk->rn", x, w),
@@ -381,7 +384,7 @@ def mode(dtype: str, device: str, seed: int) -> Iterator[Row]:
     w = nn.Parameter(w)
     w.main_grad = torch.zeros_like(w, dtype=torch.float32)
     for name, call in REFUSED.items() | {name: FUNCTIONS[name] for name in UNTRAINED}.items():
-        drift = Drift(int(not _refuses(call, x, w)), 1)
+        drift = Drift(int(not _refuses(call, x.clone().requires_grad_(), w)), 1)
         yield target.row(Relation.CONTRACTED, "strict", drift, "refused", tensor=name)
     yield from target.rows()
 
