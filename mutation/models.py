@@ -5,6 +5,7 @@ Each is a step in several layouts, as the audits of whole models judge it, and i
 
 import copy
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
@@ -103,14 +104,15 @@ class StepTarget(ModelTarget):
 
 
 def accuracy(
-    target: ModelTarget, layout: str, found: Tensors, theirs: Tensors, exact: Tensors, of: str = ""
+    target: ModelTarget, layout: str, found: Tensors, theirs: Tensors, exact: Tensors, of: str = "", times: int = 1
 ) -> Iterator[Row]:
     """Yields the row of each tensor, of which the first is a result and the others gradients: how many elements are
-    further from fp64 than the contract's [any] has it, relative to the tensor's largest."""
+    further from fp64 than the contract's [any] has it, relative to the tensor's largest; times: of a few numbers, whose
+    largest error is small by luck."""
     top = {k: float(t.abs().max()) for k, t in exact.items()}
     gap = lambda k, t: (t.double() - exact[k]).abs() / max(top[k], torch.finfo(torch.float64).tiny)
     most = max(float(gap(k, t).max()) for k, t in theirs.items())
-    limit = CONTRACT["any"]["accuracy"] * most + rounding(DTYPES[target.whose[4]])[0]
+    limit = times * (CONTRACT["any"]["accuracy"] * most + rounding(DTYPES[target.whose[4]])[0])
     for number, (k, t) in enumerate(found.items()):
         if t.numel() == 1:  # a sum of everything, of which nearly nothing may be left
             continue
@@ -163,6 +165,10 @@ def experts(dtype: str, device: str, seed: int) -> Iterator[Row]:
     _, ids = bi_kernels.top_k(scores.to(target.dtype), 7)
     drift = compare(ids, torch.tensor([[3, 5, 6, 2, 4, 0, 1]], device=target.device))
     yield target.row(Relation.CONTRACTED, "ties", drift, "a NaN is as large as infinity", tensor="top_k")
+    drawn = (1 + torch.randn(9, EXPERTS, device=target.device) / 2**7).to(target.dtype)  # close to each other
+    order = torch.sort(drawn, dim=-1, descending=True, stable=True).indices[:, :CHOICES]
+    drift = compare(tuple(bi_kernels.top_k(drawn, CHOICES)), (drawn.gather(-1, order), order))
+    yield target.row(Relation.CONTRACTED, "order", drift, "a stable sort", tensor="top_k")
 
 
 class Decoder(nn.Module):
@@ -214,7 +220,20 @@ class Routed(StepTarget):
         return torch.func.functional_call(self.model, parameters, (given["ids"],))
 
 
-FUNCTIONS = {  # of x (rows, WIDTH) and w (WIDTH, WIDTH)
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _loss(row: Tensor, reduction: str) -> Tensor:
+    return F.cross_entropy(torch.stack((row, -row)), row.argmin(-1).expand(2), reduction=reduction)
+
+
+def _wide_attention(x: Tensor, width: int) -> Tensor:
+    heads = torch.cat([x] * 9, -1)[:, None, None, :width]
+    return F.scaled_dot_product_attention(*[heads] * 3)
+
+
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of x (rows, WIDTH) and a parameter w (WIDTH, WIDTH)
     "mm": lambda x, w: x.mm(w),
     "addmm": lambda x, w: torch.addmm(w[0], x, w),
     "addmm, beta": lambda x, w: torch.addmm(x, x, w, beta=0.5, alpha=-2.0),
@@ -230,35 +249,154 @@ FUNCTIONS = {  # of x (rows, WIDTH) and w (WIDTH, WIDTH)
     "patches": lambda x, w: F.conv1d(x.unflatten(-1, (2, 16)), w[:6, :8].reshape(6, 2, 4), w[0, :6], 4),
     "topk": lambda x, w: x.round().topk(5).values,
     "cross_entropy": lambda x, w: F.cross_entropy(x, x.argmin(-1), reduction="none"),
+    "plus a row": lambda x, w: x + w[0],
+    "plus numbers": lambda x, w: x + torch.linspace(-1, 1, WIDTH, device=x.device, dtype=x.dtype),
+    "a row minus": lambda x, w: w[0] - 2 * x,
+    "times a row": lambda x, w: x * w[0],
+    "over a row": lambda x, w: x / (2 + w[0].abs()),
+    "times a number": lambda x, w: x * w[0, 0],
+    "where": lambda x, w: torch.where(x > 0, x, w[0]),
+    "lerp": lambda x, w: torch.lerp(x, w[0], 0.25),
+    "expand_as": lambda x, w: w[0].expand_as(x) * x,
+    "expand": lambda x, w: w[0].expand(len(x), WIDTH) * x,
+    "expand, -1": lambda x, w: w[:1].expand(len(x), -1) * x,
+    "broadcast_to": lambda x, w: torch.broadcast_to(w[0], x.shape) * x,
+    "repeat": lambda x, w: w[0].repeat(len(x), 2)[:, 16:48] * x,
+    "repeat_interleave": lambda x, w: x.unflatten(-1, (4, 8)).repeat_interleave(3, 1).flatten(1),
+    "repeat_interleave of a row": lambda x, w: w[0, :4].repeat_interleave(8, 0) * x,
+    "stack": lambda x, w: torch.stack((x, x * w[0]), 1),
+    "linear": lambda x, w: F.linear(x, w),
+    "linear, bias": lambda x, w: F.linear(x, w, w[0]),
+    "linear, transposed": lambda x, w: x @ w.T,
+    "mm across": lambda x, w: x @ w,
+    "vector": lambda x, w: w[0] @ x.T,
+    "baddbmm": lambda x, w: torch.baddbmm(x[:, None], x[:, None], w.expand(len(x), -1, -1), beta=2.0, alpha=0.5),
+    "addmm, bias": lambda x, w: torch.addmm(w[0], x, w, beta=0.5),
+    "batched": lambda x, w: x.unflatten(-1, (1, 4, 8)) @ w[:8, :16].unflatten(0, (1, 8)),
+    "outer": lambda x, w: x[:, :, None] @ w[:1, None].expand(len(x), 1, WIDTH),
+    "layer_norm": lambda x, w: F.layer_norm(x, (WIDTH,), w[0], w[1]),
+    "layer_norm, plain": lambda x, w: F.layer_norm(x, (WIDTH,)),
+    "rms_norm": lambda x, w: F.rms_norm(x, (WIDTH,), w[0]),
+    "rms_norm, eps": lambda x, w: F.rms_norm(x, (WIDTH,), None, 0.1),
+    "normalize": lambda x, w: F.normalize(x, dim=-1),
+    "mean": lambda x, w: x.mean(-1, keepdim=True) * x,
+    "mean in fp32": lambda x, w: x.mean(-1, dtype=_wide(x)),
+    "sum of two": lambda x, w: x.unflatten(-1, (4, 8)).sum((-1, 1), keepdim=True)[..., 0, 0],
+    "sum of all but rows": lambda x, w: x.unflatten(-1, (4, 8)).sum((2, 1)),
+    "softmax in fp32": lambda x, w: x.softmax(-1, _wide(x)),
+    "logsumexp": lambda x, w: torch.log_softmax(x, 1, dtype=_wide(x)),
+    "cross_entropy, sums": lambda x, w: torch.stack([_loss(row, "sum") for row in x]),
+    "cross_entropy, means": lambda x, w: torch.stack([_loss(row, "mean") for row in x]),
+    "attention of 256": lambda x, w: _wide_attention(x, 256),
+    "attention": lambda x, w: F.scaled_dot_product_attention(*[x.view(-1, 2, 4, 4)] * 3, is_causal=True).flatten(1),
+    "attention, grouped": lambda x, w: F.scaled_dot_product_attention(
+        x.view(-1, 2, 4, 4), *[x.view(-1, 2, 4, 4)[:, :1]] * 2, enable_gqa=True, scale=0.3
+    ).flatten(1),
+    "sort": lambda x, w: x.round().sort(-1, descending=True).values,
+    "topk, least": lambda x, w: x.topk(3, largest=False).values,
+    "topk of columns": lambda x, w: x.unflatten(-1, (4, 8)).topk(2, 1).values,
+    "gelu": lambda x, w: F.gelu(x, approximate="tanh"),
+    "silu": lambda x, w: F.silu(x * w[0]),
+    "conv2d": lambda x, w: F.conv2d(x.view(-1, 2, 4, 4), w[:6, :8].reshape(6, 2, 2, 2), w[0, :6], 2).flatten(1),
+    "embedding": lambda x, w: F.embedding(x.argmax(-1), w) * x,
+    "index": lambda x, w: w[x.argmax(-1)] * x,
+    "index of a row": lambda x, w: w[0][x.argmax(-1)][:, None] * x,
+    "cast": lambda x, w: x * w[0].float().to(x.dtype),
+    "sliced": lambda x, w: F.linear(x[:, :16], w[:, :16]),
+    "chunked": lambda x, w: torch.cat([F.linear(x, part) for part in w.chunk(2)], -1),
+    "flattened": lambda x, w: F.linear(x, w.flatten().view(WIDTH, WIDTH)),
+    "permuted": lambda x, w: F.linear(x, w.permute(1, 0)),
+    "in three dimensions": lambda x, w: F.linear(x[:, None], w)[:, 0],
 }
+UNTRAINED = {  # whose gradients of w have no batch-invariant form
+    *(
+        "matrix and vector",
+        "patches",
+        "over a row",
+        "repeat",
+        "repeat_interleave of a row",
+        "addmm, bias",
+        "batched",
+        "conv2d",
+        "sliced",
+    )
+}
+REFUSED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # likewise, what has no batch-invariant form at all
+    "cumsum": lambda x, w: x.cumsum(0),
+    "norm of 1": lambda x, w: x.norm(1, -1),
+    "norm of all": lambda x, w: x.norm(),
+    "fp64": lambda x, w: x.double().sum(-1),
+    "softmax of nothing": lambda x, w: F.softmax(x.double(), -1),
+    "conv1d overlapping": lambda x, w: F.conv1d(x.unflatten(-1, (2, 16)), w[:6, :8].reshape(6, 2, 4), None, 2),
+    "conv1d padded": lambda x, w: F.conv1d(x.unflatten(-1, (2, 16)), w[:6, :8].reshape(6, 2, 4), None, 4, 4),
+    "conv grouped": lambda x, w: F.conv1d(x.unflatten(-1, (2, 16)), w[:6, :4].reshape(6, 1, 4), None, 4, 0, 1, 2),
+    "attention of 257": lambda x, w: _wide_attention(x, 257),
+    "masked attention": lambda x, w: F.scaled_dot_product_attention(
+        *[x.view(-1, 2, 4, 4)] * 3, attn_mask=torch.ones(4, 4, dtype=torch.bool)
+    ),
+    "label smoothing": lambda x, w: F.cross_entropy(x, x.argmin(-1), label_smoothing=0.1),
+    "weights of classes": lambda x, w: F.cross_entropy(x, x.argmin(-1), w[0].abs()),
+    "embedding by frequency": lambda x, w: F.embedding(x.argmax(-1), w, scale_grad_by_freq=True),
+    "layer_norm of two": lambda x, w: F.layer_norm(x.unflatten(-1, (4, 8)), (4, 8)),
+    "dropout": lambda x, w: F.dropout(x, 0.5),
+    "repeats": lambda x, w: x.repeat_interleave(torch.arange(1, 1 + len(x), device=x.device), 0),
+    "repeats of all": lambda x, w: x.repeat_interleave(2),
+    "var": lambda x, w: x.var(-1),
+    "prod": lambda x, w: x.prod(-1),
+    "einsum": lambda x, w: torch.einsum("rk,nk->rn", x, w),
+}
+ROWS = 3  # of x
+
+
+def _called(name: str, x: Tensor, w: Tensor, ours: bool) -> Tensors:
+    """Returns what a function gives, and the gradients of x and w: that of w in its main_grad under our mode."""
+    x, w, trains = x.clone(), w.clone(), name not in UNTRAINED
+    w, x = nn.Parameter(w, requires_grad=trains), x.requires_grad_(trains)
+    if ours:
+        w.main_grad = torch.zeros_like(w, dtype=torch.float32)
+    with bi_kernels.batch_invariant_mode(strict=True) if ours else nullcontext(), TokenLayout.packed([0, len(x)]):
+        y = FUNCTIONS[name](x, w)
+    if y.requires_grad:
+        dy = torch.linspace(-1, 1, y[0].numel(), device=y.device, dtype=torch.float64).view(y[0].shape)
+        y.backward(dy.to(y.dtype).expand(y.shape))
+    grads = {"dx": x.grad, "dw": w.main_grad if ours and w.grad is None else w.grad}
+    zeros = lambda k: torch.zeros_like(x if k == "dx" else w)
+    return {"": y.detach()} | {k: zeros(k) if g is None else g for k, g in grads.items()}
+
+
+def _refuses(call: Callable, *given: Tensor) -> bool:
+    try:
+        with bi_kernels.batch_invariant_mode(strict=True):
+            call(*given)
+    except ValueError:
+        return True
+    return False
 
 
 def mode(dtype: str, device: str, seed: int) -> Iterator[Row]:
     target = Routed(dtype, device, seed)
-    yield from target.rows()
     g = generator(target.device, seed, "mutants", "functions")
     draw = lambda rows: torch.randn(rows, WIDTH, generator=g, device=target.device).to(target.dtype)
-    x, w = draw(19), draw(WIDTH)
-    for name, call in FUNCTIONS.items():
+    x, w = draw(ROWS), draw(WIDTH)
+    for name in FUNCTIONS:
         said = {"against": "each row alone", "tensor": name}
-        with bi_kernels.batch_invariant_mode(strict=True):
-            whole = call(x, w)
-            alone = torch.cat([call(x[i : i + 1], w) for i in range(len(x))])
-        yield target.row(Relation.INVARIANCE, "rows", compare(alone, whole), **said)
-        results = ({"": y} for y in (whole, call(x, w), call(x.double(), w.double())))
-        yield from accuracy(target, "rows", *results, of=name)
+        whole, *alone = (_called(name, part, w, True) for part in (x, *x.split(1)))
+        for k in ("", "dx"):
+            drift = compare(torch.cat([found[k] for found in alone]), whole[k])
+            yield target.row(Relation.INVARIANCE, "rows", drift, **said | {"tensor": f"{name} {k}".strip()})
+        theirs = (_called(name, x.to(dtype), w.to(dtype), False) for dtype in (x.dtype, torch.float64))
+        yield from accuracy(target, "rows", whole, *theirs, of=f"{name} ", times=8)
     ties = torch.tensor([[1.0, 3.0, 3.0, 3.0, 2.0]], device=target.device)
     with bi_kernels.batch_invariant_mode():
         at = ties.topk(3).indices
     drift = compare(at, torch.tensor([[1, 2, 3]], device=target.device))
     yield target.row(Relation.CONTRACTED, "ties", drift, "in ascending order", tensor="topk")
-    try:
-        with bi_kernels.batch_invariant_mode(strict=True):
-            x.cumsum(0)
-        refused = False
-    except ValueError:
-        refused = True
-    yield target.row(Relation.CONTRACTED, "strict", Drift(int(not refused), 1), "refused", tensor="cumsum")
+    w = nn.Parameter(w)
+    w.main_grad = torch.zeros_like(w, dtype=torch.float32)
+    for name, call in REFUSED.items() | {name: FUNCTIONS[name] for name in UNTRAINED}.items():
+        drift = Drift(int(not _refuses(call, x.clone().requires_grad_(), w)), 1)
+        yield target.row(Relation.CONTRACTED, "strict", drift, "refused", tensor=name)
+    yield from target.rows()
 
 
 def transformers(dtype: str, device: str, seed: int) -> Iterator[Row]:
@@ -267,6 +405,7 @@ def transformers(dtype: str, device: str, seed: int) -> Iterator[Row]:
     session = load("transformers", given)
     adapter = session.adapter()
     with session.quiet():
+        yield from _classified(Experts(dtype, device, seed))
         yield from adapter.rows(session, dtype)
         name = next(iter(adapter.CONFIGS))
         model = adapter.build(session, name, dtype)
@@ -277,6 +416,16 @@ def transformers(dtype: str, device: str, seed: int) -> Iterator[Row]:
             yield from _family_rows(session, target, family, dtype)
         model = _built(session, name, dtype, attention_dropout=0.1)
         yield _answer(target, model.train(), False, "dropout")
+
+
+def _classified(target: ModelTarget) -> Iterator[Row]:
+    from bi_kernels.integrations.transformers.classify import classify  # noqa: PLC0415 (an optional package)
+    from mutation.classified import MODULES  # noqa: PLC0415 (likewise)
+
+    for name, (make, expected, says) in MODULES.items():
+        kind, why = classify(make())
+        wrong = ((kind.__name__ if kind else "") != expected) + (bool(why) != says)
+        yield target.row(Relation.CONTRACTED, "classify", Drift(int(wrong), 2), tensor=name, detail=why[:200])
 
 
 def _built(session, family: str, dtype: str, **changed) -> nn.Module:

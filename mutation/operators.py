@@ -47,6 +47,7 @@ class Mutant:
     number: int = 0  # among equal ones
     more: str = ""
     device: str = ""  # where alone it changes anything, "cuda": it needs sm_90
+    taken: str = ""  # the text that it replaces
 
     @cached_property
     def id(self) -> str:
@@ -123,7 +124,8 @@ def _casts(s: _Source, node: ast.AST) -> Iterator[Edit]:
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
         return
     if node.func.attr in ("float", "double", "to") and len(node.args) == (node.func.attr == "to"):
-        yield "cast dropped", node, s.of(node.func.value)
+        value = s.of(node.func.value)
+        yield "cast dropped", node, f"({value})" if isinstance(node.func.value, ast.BinOp) else value
         if node.func.attr == "to" and _name(node.args[0]) == "float32":
             yield (
                 "cast to bf16",
@@ -331,7 +333,8 @@ def mutants(file: str, text: str, public: frozenset[str] = frozenset()) -> list[
         counts[key] = counts.get(key, -1) + 1
         # the rest of the module compiles, and so does one number in the place of another
         if isinstance(node, ast.Constant) or _compiles(s.text[first:start] + new + s.text[end:last], file):
-            found.append(Mutant(file, top.name, operator, node.lineno, start, end, new, before, counts[key], more))
+            place = file, top.name, operator, node.lineno, start, end
+            found.append(Mutant(*place, new, before, counts[key], more, taken=s.text[start:end]))
 
     for top in s.tree.body:
         if not isinstance(top, (ast.FunctionDef, ast.ClassDef)) or top.name in FREE:

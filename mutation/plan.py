@@ -2,6 +2,7 @@
 
 import ast
 import random
+import re
 import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,17 +24,19 @@ EQUIVALENTS = HERE / "equivalents.toml"
 class Equivalent:
     """An entry of the file of equivalents: mutants that change nothing that is promised, and why."""
 
-    file: str
-    function: str
     reason: str
+    file: str = "*"  # a pattern, as that of the function
+    function: str = "*"
     before: str = ""  # the lines as they stand, stripped; nothing: every line of the function
     text: str = ""  # what they become there; nothing: whatever they become
     operator: str = ""
     number: int = -1  # among equal ones of a line; −1: each of them
+    taken: str = ""  # a regular expression of what they replace
     device: str = ""  # where it holds, cpu or cuda; nothing: on both
 
     def holds(self, m: Mutant) -> bool:
-        same = (self.file, self.function) == (m.file, m.function) and self.before in ("", m.before)
+        same = fnmatch(m.file, self.file) and fnmatch(m.function, self.function) and self.before in ("", m.before)
+        same = same and (not self.taken or bool(re.fullmatch(self.taken, m.taken, re.DOTALL)))
         same = same and self.text in ("", m.text) and self.operator in ("", m.operator)
         return same and self.number in (-1, m.number)
 
@@ -61,7 +64,7 @@ def hand_made(path: Path = HERE / "hand_made.toml") -> list[Mutant]:
         around = next(n for n in tree(text).body if n.end_lineno >= line)
         before, operator = " ".join(old.split()), HAND_MADE + entry["name"]
         at, device = (line, start, start + len(old), new, before), entry.get("device", "")
-        found.append(Mutant(file, defined(around)[0], operator, *at, device=device))
+        found.append(Mutant(file, defined(around)[0], operator, *at, device=device, taken=old))
     return found
 
 

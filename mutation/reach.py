@@ -28,7 +28,7 @@ LARGE: dict[str, tuple[dict, bool]] = {
 MODELS = {"ops/grouped/": "experts", "mode/": "mode", "integrations/transformers/": "transformers"}
 ALL, SOME, SM_90 = "all", "some", "sm_90"  # how much an op is asked; see `questions.asked`
 # only checks or says something; or needs several processes
-LEFT = "check.py", "report.py", "ranks.py", "__init__.py"
+LEFT = "check.py", "report.py", "ranks.py", "data_parallel.py", "__init__.py"
 
 
 def package() -> Path:

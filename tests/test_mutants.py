@@ -1,5 +1,6 @@
 """Mutants: what the operators make, that a sample of them is killed, and that nobody is explained away who is not."""
 
+import importlib
 import json
 import math
 import os
@@ -252,6 +253,20 @@ def test_attention_is_asked_at_sizes_of_its_own_and_products_are_held_to_tritons
             assert verdict in {r.verdict for r in rows} <= {"pass", verdict}
 
 
+@pytest.mark.slow
+def test_functions_of_the_mode_and_classes_of_the_adapter_pass_and_are_caught(monkeypatch):
+    monkeypatch.setattr(models.Routed, "rows", lambda self: iter(()))
+    wrong = lambda rows: {r.tensor for r in rows if r.verdict != "pass"}
+    assert not wrong(models.mode("fp32", "cpu", 0)) and not wrong(models._classified(models.Experts("fp32", "cpu", 0)))
+    monkeypatch.setattr(models, "FUNCTIONS", {"by rows": lambda x, w: (x @ w) * (1 + (len(x) > 1))})
+    monkeypatch.setattr(models, "UNTRAINED", set())
+    monkeypatch.setattr(models, "REFUSED", {"nothing": lambda x, w: x @ w})
+    assert {"nothing", "by rows"} <= wrong(models.mode("fp32", "cpu", 0))
+    classify = importlib.import_module("bi_kernels.integrations.transformers.classify")
+    monkeypatch.setattr(classify, "classify", lambda module: (None, ""))
+    assert len(wrong(models._classified(models.Experts("fp32", "cpu", 0)))) > 20
+
+
 def test_files_that_match_nothing_are_refused(every):
     with pytest.raises(ValueError, match="matches no file"):
         plan.of_files(every, "ops/gemm/*,ops/none.py")
@@ -266,6 +281,36 @@ def test_every_entry_of_the_file_of_equivalents_has_a_mutant_and_a_reason(every)
     entries = plan.equivalents()
     assert not plan.stale(every, entries)
     assert all(len(e.reason) > 20 for e in entries)
+
+
+def test_the_file_of_equivalents_is_short_and_what_a_pattern_explains_is_alike(every):
+    entries = plan.equivalents()
+    assert len(entries) <= 150
+    patterns = [e for e in entries if "*" in e.file or e.taken]
+    for e in patterns:  # a cast of offsets that a kernel computes, not of what it loads, whose dtype is a caller's
+        held = [m for m in every if e.holds(m)]
+        assert (e.operator, e.device) == ("cast dropped", "cpu") and len(held) > 20
+        assert all(m.taken == f"{m.text}.to({m.taken[-9:]}" and m.taken.endswith("l.int64)") for m in held)
+        assert not [m for m in held if "load(" in m.taken]
+        both = [torch.arange(2**31 - 9, 2**31 - 1, dtype=dtype) for dtype in (torch.int32, torch.int64)]
+        assert both[0].tolist() == both[1].tolist() and int(both[0][-1:] + 2) < 0, "the same below 2^31"
+
+
+PARTS = 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+def test_what_an_entry_explains_survives_what_kills_most(part, every):
+    """Each entry's first mutant that an interpreter can judge, by the values and layouts of the first op."""
+    here = plan.of_device(every, "cpu")
+    first = lambda e: next((m for m in here if e.device != "cuda" and e.holds(m)), None)
+    found = {}
+    with copies(1, "cpu") as call:
+        for m in filter(None, map(first, plan.equivalents()[part::PARTS])):
+            asks = [ask for ask in run.asks_of(m) if ask[0] in OPS][:1]
+            found[m.id] = call(Copy.judge, m, asks, (600, 600), [0], math.inf, ["values", "layouts"])
+    assert len(found) > 5 and not {id: f for id, f in found.items() if f["verdict"] != "survived"}
 
 
 COMMITTED = sorted((Path(bi_kernels.__file__).parents[1] / "audits").glob("*/mutants"))
@@ -288,7 +333,7 @@ def verdict(m: operators.Mutant, verdict: str, **more) -> dict:
 def test_what_the_file_of_equivalents_explains_follows_it(every):
     one, two, three, four = every[:4]
     of = {m.id: m for m in (one, two, three, four)}
-    entry = lambda m: plan.Equivalent(m.file, m.function, "planted", m.before, m.text, m.operator, m.number)
+    entry = lambda m: plan.Equivalent("planted", m.file, m.function, m.before, m.text, m.operator, m.number)
     found = [
         verdict(one, "survived"),
         verdict(two, "survived"),
