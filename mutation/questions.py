@@ -66,15 +66,13 @@ def _stages(session, s: OpUnderTest, op: str, at: Callable, whole: bool, on_gpu:
     attends, bf16 = bool(OPS[op].cache), session.dtypes[0] == "bf16"
     found: list[Stage] = [("values", lambda: _values(s)), ("layouts", lambda: _quick(s))]
     if attends and on_gpu:  # drawn cases of it compile too much; what `_experiments` asks takes minutes
-        sized = partial(
-            sm_90.attention, op, ("wide", "many", "long"), s.problem.dtype, s.problem.device, s.problem.seed
-        )
+        sized = partial(sm_90.attention, s, op, ("wide", "many", "long"))
         found += [("sizes", sized), ("uses", lambda: single_call.by_use(s, QUICK_USES))]
     else:
         found += [("drawn", lambda: _drawn(s)), ("uses", lambda: single_call.by_use(s))]
     if op in WIDE:
         found.append(("wide", lambda: _quick(replace(s, problem=replace(s.problem, sizes=WIDE[op]), memo={}))))
-    if on_gpu and op in LARGE and not attends:
+    if on_gpu and bf16 and op in LARGE and not attends:
         found.append(("large", lambda: _large(at(MODEL).make(), op)))
     if whole:
         found.append(("rest", lambda: _rest(s)))
@@ -93,7 +91,7 @@ def _of_sm_90(s: OpUnderTest, op: str, at: Callable) -> list[Stage]:
         more = [("remembered", lambda: MORE[op](at("tiny")))]
         return [*products * (op == "linear_bias"), ("drawn", lambda: _drawn(s)), *more * (op == "linear_bias")]
     kinds = ("wide", "narrow", "long") if op == "attention" else ("wide", "narrow")
-    sized = [(kind, partial(sm_90.attention, op, [kind], *sm_90.place(s), True)) for kind in kinds]
+    sized = [(kind, partial(sm_90.attention, s, op, [kind], True)) for kind in kinds]
     return [*sized, *[("late copies", lambda: sm_90.late(at(MODEL).make()[0]))] * (op == "attention")]
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 import bi_kernels
-from bi_kernels.audit.compare import compare
+from bi_kernels.audit.compare import Drift, compare
 from bi_kernels.audit.findings import Row
 from bi_kernels.audit.fuzz import checks as drawn
 from bi_kernels.audit.fuzz.cases import Case
@@ -54,7 +54,7 @@ def case(op: str, kind: str, dtype: torch.dtype, device: torch.device, seed: int
     samples = spans(lengths)
     half = len(samples) // 2
     groups = [pad(samples[:half], left=kind in ("wide", "many")), pack(samples[half:][::-1])]
-    return Case(subject, seed, inputs, kind, arguments, groups, steps(samples))
+    return Case(subject, seed, inputs, kind, arguments, groups, steps(samples), full=True)
 
 
 def steps(samples: Sequence[np.ndarray]) -> list[Call]:
@@ -66,14 +66,14 @@ def steps(samples: Sequence[np.ndarray]) -> list[Call]:
     return [pack(first), pad(middle), Call(np.array([s[-1:] for s in samples]))]
 
 
-def attention(op: str, kinds: Sequence[str], dtype, device, seed: int, only_sm_90: bool = False) -> Iterator[Row]:
+def attention(of: OpUnderTest, op: str, kinds: Sequence[str], only_sm_90: bool = False) -> Iterator[Row]:
     """Yields the rows of attention at these kinds of sizes, its cache in pages too; only_sm_90: of calls that its
     kernels compute."""
     for kind in kinds:
         arguments = PLAIN.get(op, {}) if only_sm_90 else {}
         if (op, kind) == ("attention", "narrow"):
             arguments = {"causal": False}
-        one = case(op, kind, dtype, device, seed, arguments)
+        one = case(op, kind, of.problem.dtype, of.problem.device, of.problem.seed, arguments)
         yield from drawn.judge(one)
         s = one.subject
         if not only_sm_90 and kind in ("long", "many"):
@@ -150,12 +150,13 @@ def _against_triton(s: OpUnderTest, detail: str, x, w, bias, told: dict, compute
     """Compares a product with Triton's: in memory that held NaN, and after another of the same kind."""
     said = {"against": "Triton's kernel", "inputs": CANCELLING, "rows": len(x), "detail": detail}
 
-    def row() -> Row | list:
+    def row() -> Row:
         expected = launch(x, w, bias, FIXED, **told)
         out = torch.full_like(expected, torch.nan)
         ys = [computed(x, w, bias, **told), computed(x, w, bias, **told | {"out": out})]
         there = tuple(y for y in ys if y is not None)  # None: the library has no program for it
-        return s.row("invariance", "tiles", compare(there, (expected,) * len(there)), **said) if there else []
+        drift = compare(there, (expected,) * len(there)) if there else Drift(0, 0)
+        return s.row("invariance", "tiles", drift, **said)
 
     return s.attempt("invariance", "tiles", row, **said)
 

@@ -227,7 +227,9 @@ def test_attention_is_asked_at_sizes_of_its_own_and_products_are_held_to_tritons
     small = {"heads": 2, "kv_heads": 1, "head_dim": 16}, ((40, 50), (2, 9), (1, 1)), "normal"
     monkeypatch.setattr(sm_90, "KINDS", {"long": small})
     monkeypatch.setattr(sm_90, "PAGES", (16,))
-    asked = lambda: [*sm_90.attention("attention", ["long"], torch.bfloat16, torch.device("cpu"), 0)]
+    given = {"dtype": "bf16", "device": "cpu", "shapes": "tiny"}
+    (of,) = questions.load("attention", given | {"op": "attention"}).make()[:1]
+    asked = lambda: [*sm_90.attention(of, "attention", ["long"])]
     assert {(r.relation, r.layout, r.verdict) for r in asked()} >= {
         ("invariance", "rollout:drawn", "pass"),
         ("invariance", "pages of 16", "pass"),
@@ -241,7 +243,7 @@ def test_attention_is_asked_at_sizes_of_its_own_and_products_are_held_to_tritons
         monkeypatch.setattr(sm_90, name, (20, 33, 24))
     monkeypatch.setattr(sm_90, "TOP", (20, 30, 30))
     monkeypatch.setattr(sm_90, "LIBRARYS", 6)
-    subject = questions.load("gemm", {"dtype": "bf16", "device": "cpu", "op": "linear", "shapes": "tiny"}).make()[0]
+    subject = questions.load("gemm", given | {"op": "linear"}).make()[0]
     right = lambda x, w, bias=None, out_dtype=None, out=None, start=None: launch(
         x, w, bias, FEW_ROWS, out_dtype, start, out
     )
