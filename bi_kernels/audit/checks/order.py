@@ -1,32 +1,95 @@
-"""The calls before: whatever they were, and whatever a tensor held then, the next call has the bits of the first."""
+"""The calls before: whatever they were, and whatever a tensor held then, the next call has the bits of the first.
+
+A tensor may be written to in ways of which autograd's version of it, its address, its storage or its object says
+nothing: a cache of what was made of it must not go by these.
+"""
 
 import contextlib
-from collections.abc import Callable
-from functools import partial
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 from torch.nn.utils.stateless import _reparametrize_module
 
 from bi_kernels.audit.axes import Kind
-from bi_kernels.audit.checks.modes import untrained
+from bi_kernels.audit.checks.modes import asks_once, untrained
 from bi_kernels.audit.checks.requests import Variant
 from bi_kernels.audit.compare import compare
 from bi_kernels.audit.findings import UNSUPPORTED, Row, sentence
-from bi_kernels.audit.step import Results
+from bi_kernels.audit.step import Results, clear
 from bi_kernels.audit.targets.any_callable import CallableTarget, tensors
 from bi_kernels.audit.targets.op_step import Step
-from bi_kernels.contract import DTYPES
+from bi_kernels.contract import CONTRACT, DTYPES
 
-UPDATED = "weights updated in place"
+MANY = "after many calls"
+WRITTEN, UPDATED = "tensors written to", "weights updated in place"
+ALIGNMENT = 64  # bytes, of a tensor in a flat buffer
 OTHER = {torch.float32: torch.bfloat16, torch.float64: torch.float32}
+
+Ways = Iterator[list[Tensor]]
+
+
+def _through_data(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> Ways:
+    """Yields tensors, and the same ones when other values were written to them, which keep their versions."""
+    held = [t.clone() for t in tensors]
+    yield held
+    torch._foreach_copy_([t.data for t in held], [*values])
+    yield held
+
+
+def _in_flat_buffer(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> Ways:
+    """Yields tensors that lie in one buffer, and the same ones when the buffer was written to."""
+    flat, held = _flattened(tensors)
+    yield held
+    flat.copy_(_flattened(values)[0])
+    yield held
+
+
+def _flattened(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
+    """Returns one buffer that holds tensors, each at a multiple of ALIGNMENT bytes, and them in it."""
+    ends = [*itertools.accumulate((-(-t.nbytes // ALIGNMENT) * ALIGNMENT for t in tensors), initial=0)]
+    flat = torch.zeros(ends[-1], dtype=torch.uint8, device=tensors[0].device)
+    held = [flat[at : at + t.nbytes].view(t.dtype).view(t.shape).data for at, t in zip(ends, tensors)]
+    for to, t in zip(held, tensors):
+        to.copy_(t)
+    return flat, held
+
+
+def _at_same_addresses(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> Ways:
+    """Yields tensors, and others at the same addresses, as in memory that was freed and given out again."""
+    held = [t.clone() for t in tensors]
+    yield held
+    for t, value in zip(held, values):
+        t.data.copy_(value)
+    yield [t.data for t in held]
+
+
+UNSEEN: dict[str, Callable[[Sequence[Tensor], Sequence[Tensor]], Ways]] = {
+    "through .data": _through_data,
+    "in a flat buffer": _in_flat_buffer,
+    "at the addresses of others": _at_same_addresses,
+}
+
+
+def many_calls(calls: Sequence[Callable[[], object]], device: torch.device) -> None:
+    """Makes as many calls as a server makes in a while, of each kind by turns, or those for which there is time."""
+    end = time.monotonic() + CONTRACT["sweep"]["earlier_seconds" if device.type == "cuda" else "interpreter_seconds"]
+    with torch.no_grad():
+        for number in range(CONTRACT["sweep"]["earlier_calls"]):
+            calls[number % len(calls)]()
+            if number and time.monotonic() > end:
+                break
+
 
 # ops of the registry
 
 
 def op_order(u: Step) -> dict[str, Variant]:
-    """Returns what an op is asked after other calls: in other shapes and dtypes, and on the same tensors when they held
-    other numbers."""
+    """Returns what an op is asked after other calls: in other shapes and dtypes, after many, and on the same tensors
+    when they held other numbers."""
 
     def after_others() -> tuple[Results, Results]:
         for dtype in DTYPES.values():
@@ -34,17 +97,39 @@ def op_order(u: Step) -> dict[str, Variant]:
                 _of_first_samples(u, dtype)
         return u.made(), u.base
 
+    def after_many() -> tuple[Results, Results]:
+        tokens, shared = u.parts(u.inputs())
+        of = lambda m: u.subject.arguments({k: t[:m] for k, t in tokens.items()}, shared, (m,), u.at[:m])
+        arguments = [of(m) for m in range(1, u.count)]
+        many_calls([partial(u.subject.function, *given, **told) for given, told in arguments], u.at.device)
+        return u.made() | untrained(u.rolled()), u.base | untrained(u.results)
+
+    expected = cache(lambda: u.made(u.others()))
+    others = lambda: {f"{k}, no gradient wanted": expected()[k] for k in u.results}
+
     def refilled() -> tuple[Results, Results]:
         given = u.inputs()
         u.rolled(given)
         for k, t in u.others().items():
             given[k].copy_(t)
         rolled = untrained(u.rolled(given))
-        expected = u.made(u.others())
-        others = {k: expected[k] for k in u.results}
-        return u.made(given) | rolled, expected | untrained(others)
+        return u.made(given) | rolled, expected() | others()
 
-    return {"after other calls": after_others, "tensors written to": refilled}
+    def unseen(way: Callable) -> tuple[Results, Results]:
+        names, again = [*u.inputs()], way is _through_data  # a backward may have a cache of its own
+        made, parameters = {}, {}
+        for tensors in way([*u.inputs().values()], [*u.others().values()]):
+            given = dict(zip(names, tensors))
+            for k in u.parameters:
+                given[k] = parameters.setdefault(id(given[k]), torch.nn.Parameter(given[k], requires_grad=False))
+            clear(given.values())
+            made = untrained(u.rolled(given)) | (u.made(given) if again else {})
+        return made, others() | (expected() if again else {})
+
+    found = {"after other calls": after_others, WRITTEN: refilled}
+    if asks_once(u):
+        found |= {MANY: after_many} | {f"{WRITTEN} {name}": partial(unseen, way) for name, way in UNSEEN.items()}
+    return found
 
 
 def _of_first_samples(u: Step, dtype: torch.dtype) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from bi_kernels.audit.axes import Kind, Side
 from bi_kernels.audit.checks.edge_cases import NO_COLUMNS, ONE_TOKEN, begun, populations
 from bi_kernels.audit.checks.memory import NO_ROWS, op_memory
-from bi_kernels.audit.checks.modes import op_modes
+from bi_kernels.audit.checks.modes import AUTOCAST, AUTOCAST_FP16, DEVICE, PRECISION, op_modes
 from bi_kernels.audit.checks.order import op_order
 from bi_kernels.audit.checks.requests import Variant, op_requests
 from bi_kernels.audit.compare import Drift, compare
@@ -34,6 +34,7 @@ AXES: dict[str, tuple[Kind, str, Callable[[Step], dict[str, Variant]]]] = {  # k
 # what a refusal says of these, in any exception; of every other way it says the name, in one that means a refusal
 REFUSALS = dict.fromkeys([NO_ROWS, *NO_COLUMNS.values()], ("(0,", ", 0)", " is 0", "0 elements"))
 REFUSALS |= {ONE_TOKEN: ("expected (..., M, K)",)}  # a product of matrices
+NAMES = {AUTOCAST_FP16: AUTOCAST, PRECISION: "precision", DEVICE: "default device"}  # by which a refusal names a way
 
 
 def by_use(subject: OpUnderTest, only: Sequence[str] = ()) -> Iterator[Row]:
@@ -71,7 +72,7 @@ def _refuses(subject: OpUnderTest, name: str, error: Exception) -> bool:
     if name in (ONE_TOKEN, NO_ROWS, *NO_COLUMNS.values()) and subject.candidate != "bi_kernels":
         return hasattr(error, "of_candidate") and "CUDA error" not in str(error)
     clear = isinstance(error, (TypeError, ValueError, NotImplementedError))
-    return any(word in str(error) for word in REFUSALS.get(name, [name] * clear))
+    return any(word in str(error) for word in REFUSALS.get(name, [NAMES.get(name, name)] * clear))
 
 
 def compared(found: Results, expected: Results) -> tuple[Drift, str]:
