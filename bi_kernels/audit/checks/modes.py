@@ -1,5 +1,5 @@
-"""The mode of a call: whether a gradient is wanted, inference, autocast, torch's settings, a thread, a stream, compiled,
-captured. The bits are one."""
+"""The mode of a call: whether a gradient is wanted, inference, autocast, settings of torch, compiled, captured, another
+thread or stream. The bits are one."""
 
 import contextlib
 import warnings
@@ -83,8 +83,8 @@ def in_thread(make: Callable[[], T], device: torch.device) -> T:
 
 
 def on_stream(make: Callable[[], T], device: torch.device) -> T:
-    """Returns what `make` makes on another stream of a GPU, with proper waits. That stream is late: a kernel launched on
-    another one finds inputs that are not written yet."""
+    """Returns what `make` makes on another stream of a GPU, with proper waits. That stream is late: a kernel that is
+    launched on another one finds inputs that are not written yet."""
     with torch.cuda.device(device):
         current, other = torch.cuda.current_stream(), torch.cuda.Stream()
         other.wait_stream(current)

@@ -30,6 +30,7 @@ from bi_kernels.contract import CONTRACT, DTYPES
 MANY, FIRST = "after many calls", "after another first call"
 COPIED, WAITED = 2**28, 20.0  # bytes, and seconds, that another process may take
 WRITTEN, UPDATED, LOADED = "tensors written to", "weights updated in place", "a state dict is loaded"
+UNSEEN_BY = "weights written"  # in one of the ways of UNSEEN
 FEW = 5  # samples of a call that is made many times, below
 ALIGNMENT = 64  # bytes, of a tensor in a flat buffer
 OTHER = {torch.float32: torch.bfloat16, torch.float64: torch.float32}
@@ -123,8 +124,8 @@ def op_order(u: Step) -> dict[str, Variant]:
     def unseen(way: Callable) -> tuple[Results, Results]:
         names, again = [*u.inputs()], way is _through_data  # a backward may have a cache of its own
         made, parameters = {}, {}
-        for tensors in way([*u.inputs().values()], [*u.others().values()]):
-            given = dict(zip(names, tensors))
+        for held in way([*u.inputs().values()], [*u.others().values()]):
+            given = dict(zip(names, held))
             for k in u.parameters:
                 given[k] = parameters.setdefault(id(given[k]), torch.nn.Parameter(given[k], requires_grad=False))
             clear(given.values())
@@ -268,14 +269,14 @@ def _written(t: CallableTarget, layout: str, way: Callable) -> list[Row]:
     said = {"against": "a first call with these weights", "rows": t.count, "axes": [Kind.HISTORY]}
     own = _weights(t)
     try:
-        moved = _moved(own)
-        for weights in way([v.detach() for v in own.values()], moved):
+        moved = [v.contiguous() for v in _moved(own)]
+        for weights in way([v.detach().contiguous() for v in own.values()], moved):
             if way is _at_same_addresses:
                 found = _with(t, dict(zip(own, weights)))
                 continue
             with _holding(t, weights) as named:
                 found = [y.clone() for y in t.called(named)]
-        wanted = _with(t, dict(zip(own, next(way(moved, moved)))))
+        wanted = _with(t, {k: v.clone() for k, v in zip(own, moved)})
     except REFUSALS as error:  # such as of quantised weights
         return [t.row("invariance", layout, verdict=UNSUPPORTED, detail=sentence(error), **said)]
     return t.compared("invariance", layout, found, wanted, **said)
@@ -301,8 +302,8 @@ def _loaded(t: CallableTarget) -> list[Row]:
 
 
 class FirstCall:
-    """Another process in which a target's first call is on one sample. It begins before the target is first called here,
-    and computes beside the audit."""
+    """Another process, in which a target's first call is on one sample. It begins before the target is first called
+    here, and computes beside the audit."""
 
     def __init__(self):
         self.process, self.why = None, ""
@@ -366,5 +367,5 @@ def history(t: CallableTarget, whole: list[Tensor]) -> dict[str, Callable[[], li
         return out
     out[UPDATED] = partial(_updated, t, whole)
     for name, way in UNSEEN.items():
-        out[f"weights written {name}"] = partial(_written, t, f"weights written {name}", way)
+        out[f"{UNSEEN_BY} {name}"] = partial(_written, t, f"{UNSEEN_BY} {name}", way)
     return out | ({LOADED: partial(_loaded, t)} if t.module else {})
