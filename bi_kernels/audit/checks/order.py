@@ -55,8 +55,9 @@ def _in_flat_buffer(tensors: Sequence[Tensor], values: Sequence[Tensor]) -> Ways
 
 
 def _flattened(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
-    """Returns one buffer that holds tensors, each at a multiple of ALIGNMENT bytes, and them in it."""
-    ends = [*itertools.accumulate((-(-t.nbytes // ALIGNMENT) * ALIGNMENT for t in tensors), initial=0)]
+    """Returns one buffer that holds tensors, each at a multiple of ALIGNMENT bytes and none at its start, and them in
+    it."""
+    ends = [*itertools.accumulate((-(-t.nbytes // ALIGNMENT) * ALIGNMENT for t in tensors), initial=ALIGNMENT)]
     flat = torch.zeros(ends[-1], dtype=torch.uint8, device=tensors[0].device)
     held = [flat[at : at + t.nbytes].view(t.dtype).view(t.shape).data for at, t in zip(ends, tensors)]
     for to, t in zip(held, tensors):
@@ -174,8 +175,8 @@ BEFORE: dict[str, Callable[[CallableTarget], object]] = {
     "one sample": lambda t: t.call([0]),
     "another order": lambda t: t.call(t.every[::-1]),
     "NaN": lambda t: t.call([-1] * t.count, "nonfinite"),
-    "another dtype": _other_dtype,
     "many calls": _many,
+    "another dtype": _other_dtype,
 }
 
 
@@ -269,14 +270,15 @@ def _written(t: CallableTarget, layout: str, way: Callable) -> list[Row]:
     said = {"against": "a first call with these weights", "rows": t.count, "axes": [Kind.HISTORY]}
     own = _weights(t)
     try:
-        moved = [v.contiguous() for v in _moved(own)]
+        moved, found = [v.contiguous() for v in _moved(own)], []
+        fresh = {k: v.clone() for k, v in zip(own, moved)}  # kept: its memory is nobody's
+        wanted = _with(t, fresh)
         for weights in way([v.detach().contiguous() for v in own.values()], moved):
             if way is _at_same_addresses:
                 found = _with(t, dict(zip(own, weights)))
                 continue
             with _holding(t, weights) as named:
                 found = [y.clone() for y in t.called(named)]
-        wanted = _with(t, {k: v.clone() for k, v in zip(own, moved)})
     except REFUSALS as error:  # such as of quantised weights
         return [t.row("invariance", layout, verdict=UNSUPPORTED, detail=sentence(error), **said)]
     return t.compared("invariance", layout, found, wanted, **said)
@@ -289,11 +291,11 @@ def _loaded(t: CallableTarget) -> list[Row]:
     try:
         saved = {k: v.clone() for k, v in t.module.state_dict().items() if isinstance(v, Tensor)}
         moved = {k: v for k, v in zip(own, _moved(own)) if k in saved and saved[k].shape == v.shape}
+        wanted = _with(t, {k: v.clone() for k, v in moved.items()})
         t.called({})
         try:
             t.module.load_state_dict(moved, strict=False)
             found = [y.clone() for y in t.called({})]
-            wanted = _with(t, {k: v.clone() for k, v in moved.items()})
         finally:
             t.module.load_state_dict(saved, strict=False)
     except REFUSALS as error:
