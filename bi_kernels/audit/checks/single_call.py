@@ -1,6 +1,5 @@
 """One packed call of an op with its backward, made again in every other way: none of it may change a bit."""
 
-import importlib
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -9,10 +8,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from bi_kernels.audit import parallel
 from bi_kernels.audit.axes import Kind, Side
 from bi_kernels.audit.checks.edge_cases import NO_COLUMNS, ONE_TOKEN, begun, populations
 from bi_kernels.audit.checks.memory import NO_ROWS, op_memory
-from bi_kernels.audit.checks.modes import AUTOCAST, AUTOCAST_FP16, DEVICE, PRECISION, op_modes, untrained
+from bi_kernels.audit.checks.modes import AUTOCAST_FP16, DEVICE, PRECISION, op_modes, untrained
 from bi_kernels.audit.checks.order import FIRST, op_order
 from bi_kernels.audit.checks.requests import Variant, op_requests
 from bi_kernels.audit.compare import Drift, compare
@@ -38,7 +38,8 @@ AXES: dict[str, tuple[Kind, str, Callable[[Step], dict[str, Variant]]]] = {  # k
 # what a refusal says of these, in any exception; of every other way it says the name, in one that means a refusal
 REFUSALS = dict.fromkeys([NO_ROWS, *NO_COLUMNS.values()], ("(0,", ", 0)", " is 0", "0 elements"))
 REFUSALS |= {ONE_TOKEN: ("expected (..., M, K)",)}  # a product of matrices
-NAMES = {AUTOCAST_FP16: AUTOCAST, PRECISION: "precision", DEVICE: "default device"}  # by which a refusal names a way
+REFUSALS |= {AUTOCAST_FP16: ("autocast",)}  # by torch as well, of bf16
+NAMES = {PRECISION: "precision", DEVICE: "default device"}  # by which a refusal names a way
 
 
 def by_use(subject: OpUnderTest, only: Sequence[str] = ()) -> Iterator[Row]:
@@ -143,7 +144,7 @@ def _packed(subject: OpUnderTest) -> Results:
 def _first_calls(audit: str, parameters: dict) -> bytes:
     """Returns what the packed call of each op gives in this process after a call of one token, or what it raises."""
     found: list = []
-    for subject in _asked(importlib.import_module("bi_kernels.audit").load(audit, parameters)):
+    for subject in _asked(parallel.load(audit, parameters)):
         try:
             Step(subject, CANCELLING, [1]).made()
             found.append(_packed(subject))
