@@ -1,5 +1,6 @@
 """`audit` on modes, gradient requests, memory layouts and call histories: each function here breaks one."""
 
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from test_callables import ROWS, WIDTH, G, X, Y, in_need
 from bi_kernels.audit import audit
 from bi_kernels.audit.checks import memory, order, requests
 from bi_kernels.audit.checks.any_callable import KEPT, UNBUFFERED
-from bi_kernels.audit.checks.modes import AUTOCAST, FEW, WANTED
+from bi_kernels.audit.checks.modes import AUTOCAST, AUTOCAST_FP16, DEFAULT, DEVICE, FEW, PRECISION, THREAD, WANTED
 
 
 def function(forward, backward):
@@ -118,11 +119,84 @@ class CachesForEver(torch.nn.Linear):
         return function(lambda x, weight, held: x * held, backward)(x, self.weight, self.held)
 
 
+def remembers_the_first_scale():
+    held = {}
+
+    def quantised(x):
+        scale = held.setdefault("scale", x.abs().amax() / 127)
+        return (x / scale).round() * scale
+
+    return quantised
+
+
+def counts_calls_of_few():
+    """Returns 2 x, and once, after a hundred calls of few rows, 3 x."""
+    seen = [0]
+
+    def op(x):
+        after, seen[0] = seen[0], (seen[0] + 1) * (len(x) < 9)
+        return x * (3 if len(x) > 9 and after > 100 else 2)
+
+    return op
+
+
+class CachesByVersion(torch.nn.Linear):
+    """x · 2 weight[0], by a copy; `own`: whether it keeps that of a weight in memory of its own."""
+
+    def __init__(self, own):
+        super().__init__(WIDTH, WIDTH, bias=False)
+        self.own, self.key = own, None
+
+    def forward(self, x):
+        w = self.weight.detach()
+        if (w.untyped_storage().nbytes() == w.nbytes) != self.own or self.key != (id(self.weight), w._version):
+            self.key, self.held = (id(self.weight), w._version), w[0] * 2
+        return x * self.held
+
+
+class CachesABuffer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", Y[0].clone())
+
+    def forward(self, x):
+        if getattr(self, "key", None) != id(self.scale):
+            self.key, self.held = id(self.scale), self.scale * 2
+        return x * self.held
+
+
+class PacksBeforeALoad(torch.nn.Linear):
+    """What it made of a weight counts until another is loaded; then that is made of the weight before."""
+
+    def __init__(self):
+        super().__init__(WIDTH, WIDTH, bias=False)
+        self.loading, self.held = False, None
+        self.register_load_state_dict_pre_hook(lambda module, *_: setattr(self, "held", self.weight.detach()[0] * 2))
+        self.register_load_state_dict_post_hook(lambda module, _: setattr(self, "loading", not self.loading))
+
+    def forward(self, x):
+        return x * (self.held if self.loading and self.held is not None else self.weight.detach()[0] * 2)
+
+
+def caches_by_address():
+    """Returns x · weight[0], by a copy that is made anew for another content of the same tensor."""
+    held = {}
+
+    def op(x, weight):
+        row, key = weight.detach()[0], (weight.data_ptr(), weight._version)
+        if key in held and held[key][0] is weight and not torch.equal(held[key][1], row):
+            held.pop(key)
+        return x * held.setdefault(key, (weight, row.clone()))[1]
+
+    return op
+
+
 def few(condition):
     """Returns what adds 1 in calls of few rows where the condition holds."""
     return lambda x: x + (len(x) < 9 and condition(x))
 
 
+UPDATES = {order.UPDATED, order.LOADED, *(f"{order.UNSEEN_BY} {name}" for name in order.UNSEEN)}
 ALONE = {"output 0 alone is used", "output 1 alone is used"}
 BROKEN = {
     "alone": (
@@ -165,10 +239,45 @@ BROKEN = {
     "columns": (lambda x: x * (2 if x.stride(0) == x.shape[-1] or len(x) == 1 else 3), (X,), {memory.COLUMNS}),
     "dtype": (remembers_the_other_dtype(), (X,), {"after another dtype", "at the end"}),
     "for ever": (CachesForEver(WIDTH, WIDTH, bias=False), (X,), {order.UPDATED}),
-    "identity": (CachesByIdentity(WIDTH, WIDTH, bias=False), (X,), {order.UPDATED}),
+    "identity": (CachesByIdentity(WIDTH, WIDTH, bias=False), (X,), UPDATES),
     "few rows, trained": (few(lambda x: x.requires_grad), (X,), {WANTED + FEW}),
     "few rows, inference": (few(lambda x: torch.is_inference_mode_enabled()), (X,), {"inference_mode" + FEW}),
-    "few rows, autocast": (few(lambda x: torch.is_autocast_enabled("cpu")), (X,), {AUTOCAST + FEW}),
+    "few rows, autocast": (
+        few(lambda x: torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.bfloat16),
+        (X,),
+        {AUTOCAST + FEW},
+    ),
+    "few rows, autocast in fp16": (
+        few(lambda x: torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.float16),
+        (X,),
+        {AUTOCAST_FP16 + FEW},
+    ),
+    "few rows, precision": (few(lambda x: torch.get_float32_matmul_precision() != "highest"), (X,), {PRECISION + FEW}),
+    "few rows, dtype": (few(lambda x: torch.get_default_dtype() != torch.float32), (X,), {DEFAULT + FEW}),
+    "few rows, device": (few(lambda x: torch._C._len_torch_function_stack() > 0), (X,), {DEVICE + FEW}),
+    "thread": (lambda x: x * (2 if threading.current_thread() is threading.main_thread() else 3), (X,), {THREAD}),
+    "first": (remembers_the_first_scale(), (X,), {order.FIRST}),
+    "many": (counts_calls_of_few(), (X,), {order.MANY}),
+    "version": (CachesByVersion(own=True), (X,), {f"{order.UNSEEN_BY} through .data"}),
+    "version, flat": (CachesByVersion(own=False), (X,), {f"{order.UNSEEN_BY} in a flat buffer"}),
+    "address": (caches_by_address(), (X, Y[:8].clone()), {f"{order.UNSEEN_BY} at the addresses of others"}),
+    "buffer": (CachesABuffer(), (X,), UPDATES),
+    "loaded": (PacksBeforeALoad(), (X,), {order.LOADED}),
+    "strides of another": (
+        lambda x, y: x + y.as_strided(y.shape, x.stride(), y.storage_offset()),
+        (X, Y),
+        {memory.APART},
+    ),
+    "weights in columns": (
+        lambda x, w: x * w.detach().as_strided((WIDTH,), (1,), w.storage_offset()),
+        (X, Y[:8].clone()),
+        {memory.IN_COLUMNS},
+    ),
+    "few rows, weights in columns": (
+        lambda x, w: x * w.detach()[0] + (len(x) < 20 and w.stride(0) == 1),
+        (X, Y[:8].clone()),
+        {memory.IN_COLUMNS},
+    ),
     "a large neighbour": (
         lambda x: x.bfloat16().float() if x.abs().max() > 1e4 else x * 1,
         (X,),

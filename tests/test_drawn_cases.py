@@ -1,21 +1,24 @@
 """Every argument has a row, every population and value comes, and a case is the same whenever it is drawn."""
 
 import inspect
+import threading
 from collections import Counter
+from functools import partial
 
 import pytest
 import torch
+from conftest import slow_but
 
 import bi_kernels
-from bi_kernels.audit import start
-from bi_kernels.audit.checks import forward, modes, single_call
+from bi_kernels.audit.checks import forward, memory, modes, order, requests, single_call
 from bi_kernels.audit.checks.edge_cases import ONE_TOKEN, populations
-from bi_kernels.audit.controls.usage import _Gradient, doubled_for_several
+from bi_kernels.audit.controls.usage import _each, _Gradient, doubled_for_several
 from bi_kernels.audit.executor import Died
 from bi_kernels.audit.findings import NEEDS_FIX, PASS
 from bi_kernels.audit.fuzz.cases import FINITE, POPULATIONS, RANDOM, draw
 from bi_kernels.audit.fuzz.checks import ALONE, GROUPS, ROLLOUT, judge
 from bi_kernels.audit.registry import OPS
+from bi_kernels.audit.session import start
 from bi_kernels.audit.targets.op import OpUnderTest
 from bi_kernels.audit.targets.op_config import OpConfig
 from bi_kernels.contract import DTYPES
@@ -141,7 +144,7 @@ def test_every_way_of_use_is_asked_and_a_refusal_that_names_it_is_no_drift():
 
     rows = list(single_call.by_use(subject("silu", refuses)))
     assert {r.detail.partition(";")[0] for r in rows if "refused" not in r.detail} == {*single_call.AXES}
-    assert {r.layout for r in rows if "refused: " in r.detail} == {"autocast"}
+    assert {r.layout for r in rows if "refused: " in r.detail} == {modes.AUTOCAST, modes.AUTOCAST_FP16}
     assert not [r for r in rows if r.verdict != PASS]
 
 
@@ -246,3 +249,105 @@ USES = [
 def test_a_use_that_is_another_is_named(name, function, layout, axes):
     found = {r.layout for r in single_call.by_use(subject(name, function), [*axes]) if r.verdict == NEEDS_FIX}
     assert found == {layout}
+
+
+def scaled_where(condition):
+    """Returns what makes an op's outputs other ones where the condition holds of a call's tensors."""
+
+    def broken(function):
+        def op(*given, **told):
+            out, other = function(*given, **told), condition(*given)
+            return _each(lambda t: t * 1.015625, out) if other else out
+
+        return op
+
+    return broken
+
+
+def after_a_call_of_two():
+    """Returns what tells whether a call of 60 tokens or more is the first after one of two."""
+    held = [0]
+
+    def condition(*given):
+        count, after = len(given[0]), held[0]
+        held[0] = (count == 2 or after) * (count < 60)
+        return count >= 60 and after
+
+    return condition
+
+
+def stale(keeps):
+    """Returns an op that reads copies of the tensors of a rollout that `keeps` keeps."""
+
+    def broken(function):
+        held = {}
+        return lambda *given, **told: function(*(given if torch.is_grad_enabled() else keeps(held, given)), **told)
+
+    return broken
+
+
+def by_version(own):
+    """Keeps copies by object and version, of tensors in memory of their own, or of others."""
+    alone = lambda t: t.untyped_storage().nbytes() == t.nbytes
+    copy = lambda held, t: held.setdefault((id(t), t._version), (t, t.clone()))[1]
+    return stale(lambda held, given: [copy(held, t) if alone(t) == own else t for t in given])
+
+
+def kept_by_address(held, given):
+    """Keeps copies by address and version, anew for another content of the same tensor."""
+    copies = []
+    for t in given:
+        key = t.data_ptr(), t._version
+        if key in held and held[key][0] is t and not torch.equal(held[key][1], t):
+            held.pop(key)
+        copies.append(held.setdefault(key, (t, t.clone()))[1])
+    return copies
+
+
+STATES = {
+    modes.AUTOCAST_FP16: scaled_where(
+        lambda *_: torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == torch.float16
+    ),
+    modes.PRECISION: scaled_where(lambda *_: torch.get_float32_matmul_precision() != "highest"),
+    modes.DEFAULT: scaled_where(lambda *_: torch.get_default_dtype() != torch.float32),
+    modes.DEVICE: scaled_where(lambda *_: torch._C._len_torch_function_stack() > 0),
+    modes.THREAD: scaled_where(lambda *_: threading.current_thread() is not threading.main_thread()),
+    order.MANY: lambda function: scaled_where(after_a_call_of_two())(function),
+    f"{order.WRITTEN} through .data": by_version(own=True),
+    f"{order.WRITTEN} in a flat buffer": by_version(own=False),
+    f"{order.WRITTEN} at the addresses of others": stale(kept_by_address),
+}
+FAMILIES = ("silu", "rms_norm", "linear", "embedding", "attention", "routed_linear")
+
+
+@pytest.mark.parametrize("layout", STATES)
+@pytest.mark.parametrize("name", slow_but(FAMILIES, "silu"))
+def test_what_hangs_on_the_state_of_the_process_is_named(name, layout):
+    s = subject(name, STATES[layout](public(OPS[name])))
+    u = single_call.begun(s)
+    ways = {k: (axis, way) for axis in ("mode", "history") for k, way in single_call.AXES[axis][2](u).items()}
+    for other in [k for k in ways if k not in ("compiled", requests.CHECKPOINTED)] if name == "silu" else [layout]:
+        axis, way = ways[other]
+        (row,) = s.attempt("invariance", other, partial(single_call.judged, s, "invariance", other, way))
+        assert (row.verdict == NEEDS_FIX) == (other == layout), (other, row.detail)
+
+
+def test_an_op_that_reads_one_tensor_by_the_strides_of_another_is_found():
+    by_x = lambda x, y: bi_kernels.add(x, y.as_strided(y.shape, x.stride(), y.storage_offset()))
+    found = {r.layout for r in memory.by_view(subject("add", by_x)) if r.verdict == NEEDS_FIX}
+    assert memory.APART in found
+
+
+@pytest.mark.slow
+def test_another_first_call_is_made_in_another_process(tmp_path):
+    """A scale that the first call leaves, and a plan of the first shape that is right."""
+    lines = "import bi_kernels\n\n\ndef f(x, held={{}}):\n    {}\n    return bi_kernels.silu(x) * {}\n"
+    for first, factor, verdict in (
+        ('scale = held.setdefault("scale", 1 + (len(x) == 1))', "scale", NEEDS_FIX),
+        ('held.setdefault("rows", len(x))', "1", PASS),
+    ):
+        (tmp_path / "mine.py").write_text(lines.format(first, factor), encoding="utf-8")
+        given = {"candidate": f"{tmp_path / 'mine.py'}:f", "op": "silu", "dtype": "bf16", "shapes": "tiny"}
+        session = start("elementwise", given)
+        (row,) = single_call.by_first_call(session, single_call.begin_otherwise(session))
+        assert (row.layout, row.verdict) == (order.FIRST, verdict), row

@@ -3,6 +3,7 @@
 Half are any callables, the other half candidates for ops of the registry.
 """
 
+import threading
 from dataclasses import dataclass
 
 import pytest
@@ -111,15 +112,43 @@ class CachesAPlan(torch.nn.Module):
         return x * self.plans[key]
 
 
-class CachesByVersion(torch.nn.Module):
+class CachesByContent(torch.nn.Module):
+    """An address and a version alone do not tell that a weight is another."""
+
     def __init__(self):
         super().__init__()
         self.weight, self.key = torch.nn.Parameter(V.clone(), requires_grad=False), None
 
     def forward(self, x):
-        if self.key != (key := (id(self.weight), self.weight._version)):
-            self.key, self.doubled = key, self.weight * 2
+        key = self.weight.data_ptr(), self.weight._version
+        if self.key != key or not torch.equal(self.held, self.weight):
+            self.key, self.held, self.doubled = key, self.weight.clone(), self.weight * 2
         return x * self.doubled
+
+
+class CountsCalls(torch.nn.Module):
+    """Counts its calls in a buffer, and keeps a running mean of what it was given."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(WIDTH))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.calls += 1
+            self.mean.lerp_(x.detach().float().mean(0), 0.1)
+        return F.silu(x)
+
+
+_thread = threading.local()
+
+
+def in_a_workspace_of_the_thread(x):
+    """Doubles in memory that each thread keeps for itself."""
+    spaces = vars(_thread).setdefault("spaces", {})
+    space = spaces.setdefault((x.shape, x.dtype), torch.empty_like(x).detach())
+    return torch.mul(x.detach(), 2, out=space).clone()
 
 
 @triton.jit
@@ -181,7 +210,7 @@ CALLABLES = {
     "a module": (Gated(), X),
     "a module, training": (Gated().train(), HALF),
     "a plan by shape": (CachesAPlan(), X),
-    "a cache by version": (CachesByVersion(), X),
+    "a cache by content": (CachesByContent(), X),
     "torch.compile, eager": (torch.compile(lambda x: F.silu(x) * 2, backend="eager"), X),
     "transposed": (lambda x: F.silu(x.T).T, X),
     "a transposed input": (torch.sigmoid, torch.randn(WIDTH, ROWS, generator=G).T),
@@ -193,6 +222,9 @@ CALLABLES = {
     "fp16": (lambda x: x * 1.5 + 1, X.half()),
     "fp64": (lambda x: x.tanh(), X.double()),
     "probabilities": (lambda p: -(p * p.log()), X.softmax(-1)),
+    "a counter and a mean as buffers": (CountsCalls(), X),
+    "a workspace of the thread": (in_a_workspace_of_the_thread, X),
+    "host tensors without a dtype": (lambda x: x * torch.linspace(0.5, 2, WIDTH).to(x.dtype), X),
 }
 
 

@@ -29,7 +29,7 @@ from bi_kernels.audit.checks.any_callable import (
 )
 from bi_kernels.audit.checks.memory import backward_memory, memory
 from bi_kernels.audit.checks.modes import judged, modes
-from bi_kernels.audit.checks.order import history
+from bi_kernels.audit.checks.order import FIRST, FirstCall, history
 from bi_kernels.audit.checks.sequences import sequence_gradients, sequences
 from bi_kernels.audit.executor import ForkServer
 from bi_kernels.audit.findings import ACCURACY, DETERMINISM, INVARIANCE, NEEDS_FIX, Row, needs_fix, sentence
@@ -122,7 +122,9 @@ def audit(
     _check_constants(fn, constants)
     started = time.monotonic()
     name = name or getattr(fn, "__name__", type(fn).__name__)
-    t = many = CallableTarget(fn, inputs, constants, batch, shared, outputs, name, seed, names)
+    other = FirstCall()
+    t = many = CallableTarget(fn, inputs, constants, batch, shared, outputs, name, seed, names, other.begin)
+    other.call(t)
     rows, notes, record = determinism(t, 2), [], record or (lambda rows: None)
     record(rows)
     one_call = (time.monotonic() - started) / max(t.calls, 1)
@@ -159,7 +161,7 @@ def audit(
         if reference is not None:
             ask("accuracy", {"whole batch": partial(accuracy, t, reference)})
         steps.sort(key=lambda s: s[1].startswith("rows:"))  # the longest sweep last
-        ask("invariance", history(t, whole["given"]))  # may leave traces
+        ask("invariance", {FIRST: partial(other.rows, t)} | history(t, whole["given"]))  # may leave traces
         said = {"against": "at the start", "rows": t.count, "detail": "the same call before and after all others"}
         last = lambda: t.compared(DETERMINISM, AT_END, t.whole(), whole["given"], **said, axes=[Kind.BEFORE])
         ask(DETERMINISM, {AT_END: last})

@@ -19,11 +19,12 @@ import sys
 import tempfile
 import threading
 import traceback
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -248,6 +249,65 @@ def begin(function: str, *arguments, interpreter: bool = True, environment: Mapp
 def call(function: str, *arguments, **how):
     """Returns what `package.module:function` returns in a process of its own. how: as `begin` has it. Raises Died."""
     return begin(function, *arguments, **how).result()
+
+
+class Forked:
+    """A fork of this process, made at once, in which a function waits for its arguments. It has this process's memory
+    and none of its threads; a process with a CUDA context must not fork.
+
+    The function returns bytes. It prints nowhere.
+    """
+
+    def __init__(self, function: Callable[..., bytes]):
+        self.connection, other = Pipe()
+        with warnings.catch_warnings(action="ignore"):  # that this process has threads
+            self.pid = os.fork()
+        if self.pid:
+            other.close()
+            return
+        try:
+            self.connection.close()
+            with open(os.devnull, "r+b") as nowhere:
+                for number in range(3):
+                    os.dup2(nowhere.fileno(), number)
+            other.send_bytes(b"+" + function(*pickle.loads(other.recv_bytes())))
+        except BaseException as error:
+            with suppress(BaseException):
+                other.send_bytes(b"-" + f"{type(error).__name__}: {error}".encode())
+        finally:
+            os._exit(0)
+
+    def begin(self, *arguments) -> None:
+        with suppress(OSError):  # `result` says that it ended
+            self.connection.send_bytes(pickle.dumps(arguments))
+
+    def result(self, seconds: float) -> bytes:
+        """Returns what the function returns, and ends the process. Raises RuntimeError for what it raised, and where
+        there is no reply after so many seconds."""
+        try:
+            if not self.connection.poll(seconds):
+                raise RuntimeError(f"a fork of this process did not reply in {seconds:.0f} s")
+            said = self.connection.recv_bytes()
+        except (EOFError, OSError):
+            raise RuntimeError("a fork of this process ended without a reply") from None
+        finally:
+            self.close()
+        if said[:1] == b"-":
+            raise RuntimeError(f"a fork of this process raised {said[1:].decode()}")
+        return said[1:]
+
+    def close(self) -> None:
+        """Kills it, and waits for that."""
+        if self.pid:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            with suppress(ChildProcessError):
+                os.waitpid(self.pid, 0)
+            self.pid = 0
+        self.connection.close()
+
+    def __del__(self):
+        self.close()
 
 
 class Pool:

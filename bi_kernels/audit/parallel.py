@@ -80,9 +80,14 @@ def _result(session, part: Future):
     return found
 
 
+def load(audit: str, parameters: dict):
+    """Returns the session of an audit in another process than its own."""
+    return importlib.import_module(__package__).load(audit, parameters)
+
+
 def _begin(audit: str, parameters: dict) -> None:
     """Loads the session of a process that judges parts."""
-    _own.append(importlib.import_module(__package__).load(audit, parameters))
+    _own.append(load(audit, parameters))
 
 
 def _judge(function: str, item, args: tuple, rows: dict) -> tuple[object, dict, dict | None, bool]:

@@ -1,5 +1,6 @@
 """Memory: where inputs and results lie, what is written into, and whether a result outlives later calls."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -17,16 +18,17 @@ from bi_kernels.audit.reproduce.samples import in_larger, with_strides
 from bi_kernels.audit.step import Results, Step
 from bi_kernels.audit.targets import callable_step as callables
 from bi_kernels.audit.targets import op_step as ops
-from bi_kernels.audit.targets.any_callable import REFUSALS, CallableTarget, tensors
+from bi_kernels.audit.targets.any_callable import REFUSALS, CallableTarget, alike, tensors
 from bi_kernels.audit.targets.op import CANCELLING, OpUnderTest
 from bi_kernels.audit.targets.op_config import joined
 from bi_kernels.tokens import TokenLayout
 
 VIEWED_ROWS, VIEWED_QUERIES = 65, 2049  # tokens given as views; attention chooses its schedule by their number
-ALIGNED, ADDRESSES = "aligned", "every address"
+ALIGNED, ADDRESSES, APART = "aligned", "every address", "each tensor in other strides"
 OFFSETS, FEW = range(1, 17), 5  # elements between an aligned address and a tensor; tokens of a call at each
-VIEWED = (*VIEWS, ADDRESSES)
+VIEWED = (*VIEWS, APART, ADDRESSES)
 NO_ROWS = "no rows"
+IN_COLUMNS = "weights in columns"
 LATER, GIVEN, SLICE, COLUMNS = "kept: a later call", "strides as given", "a slice of a batch", "a slice of columns"
 BACKWARD = "kept: a backward after a later call"
 
@@ -118,6 +120,9 @@ def run_on_view(subject: OpUnderTest, name: str, kind: str) -> Tensors:
         moved = ({k: view(t) for k, t in given.items()} for given in (tokens, shared))
         return joined(subject.forward(*moved, *rest))
 
+    if name == APART:
+        views = itertools.cycle((torch.clone, *reversed(VIEWS.values())))
+        return made(lambda t: next(views)(t))
     return tuple(made(lambda t: unaligned(t, n)) for n in OFFSETS) if name == ADDRESSES else made(VIEWS[name])
 
 
@@ -157,6 +162,9 @@ def places(t: CallableTarget) -> dict[str, Callable]:
     """Returns where else in memory inputs are asked to lie: what puts an input of that name there."""
     sliced = lambda dims: lambda k, v: in_larger(v, dims(v)) if k in t.batched else v.clone()
     out = {SLICE: sliced(lambda v: {t.batch}), COLUMNS: sliced(lambda v: {t.batch, v.dim() - 1})}
+    if len(several := [k for k in tensors(t.values) if k in t.batched and k not in t.outputs]) > 1:
+        columns = out[COLUMNS]
+        out[APART] = lambda k, v: columns(k, v) if several.index(k) % 2 else v.clone()
     if any(not v.is_contiguous() for k, v in tensors(t.values).items() if k not in t.outputs):
         out[GIVEN] = lambda k, v: with_strides(v, v.stride())
     return out
@@ -179,9 +187,33 @@ def _placed(t: CallableTarget, layout: str, whole: list[Tensor]) -> list[Row]:
     return t.compared("invariance", layout, found, whole, **said)
 
 
+def _in_columns(t: CallableTarget, weights: list[str], whole: list[Tensor]) -> list[Row]:
+    """Lays the matrices that all samples share out by columns. That may change the order of a sum, but for all samples
+    alike, and nothing more."""
+    columns = {k: t.values[k].mT.clone(memory_format=torch.contiguous_format).mT for k in weights}
+    said = {"against": IN_COLUMNS, "rows": max(2, t.count // 3), "axes": [Kind.COUNT]}
+    few = t.every[: said["rows"]]
+    try:
+        found = t.called(columns)
+        with torch.no_grad(), t.layout(few):
+            own = t.rows(t.results(t.take(few) | columns), len(few))
+    except REFUSALS as error:
+        return [t.row("invariance", IN_COLUMNS, verdict=UNSUPPORTED, detail=sentence(error), **said)]
+    rows = t.compared("invariance", IN_COLUMNS, own, [y[few] for y in found], **said)
+    said = {"against": "by rows", "rows": t.count, "axes": [Kind.MEMORY], "detail": "not the same function"}
+    return rows + [
+        t.row("invariance", IN_COLUMNS, compare(y, wanted), tensor=name, **said)
+        for name, y, wanted in zip(t.output_names(), found, whole)
+        if not alike(wanted, y)
+    ]
+
+
 def memory(t: CallableTarget, whole: list[Tensor]) -> dict[str, Callable[[], list[Row]]]:
     """Returns what judges each place in memory against the whole batch."""
-    return {LATER: partial(_kept, t)} | {layout: partial(_placed, t, layout, whole) for layout in places(t)}
+    shared = {k: v for k, v in tensors(t.values).items() if k not in t.batched and k not in t.outputs}
+    weights = [k for k, v in shared.items() if v.dim() > 1 and v.is_floating_point() and min(v.shape) > 1]
+    found = {LATER: partial(_kept, t)} | {layout: partial(_placed, t, layout, whole) for layout in places(t)}
+    return found | ({IN_COLUMNS: partial(_in_columns, t, weights, whole)} if weights else {})
 
 
 def backward_memory(t: CallableTarget, step: callables.Step) -> dict[str, Callable[[], list[Row]]]:

@@ -1,9 +1,12 @@
-"""The mode of a call: whether a gradient is wanted, inference, autocast, compiled, captured. The bits are one."""
+"""The mode of a call: whether a gradient is wanted, inference, autocast, settings of torch, compiled, captured, another
+thread or stream. The bits are one."""
 
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +21,15 @@ from bi_kernels.audit.targets.any_callable import REFUSALS, CallableTarget, tens
 from bi_kernels.audit.targets.op_step import Step
 
 INFERENCE, DETERMINISTIC, AUTOCAST = "inference_mode", "deterministic algorithms", "autocast"
-DEFAULT = "bf16 as torch's default dtype"
+AUTOCAST_FP16, PRECISION = "autocast in fp16", "other settings of matmul precision"
+DEFAULT, DEVICE = "bf16 as torch's default dtype", "another default device of torch's"
+THREAD, STREAM = "another thread", "another stream"
 WANTED, FEW = "a gradient wanted", ", few samples"
+# in these a callable may compute otherwise, for all samples alike
+OTHERWISE = (AUTOCAST, AUTOCAST_FP16, PRECISION, DEFAULT, DEVICE)
+SLEEP = 40_000_000  # cycles of a GPU, in which the host launches a whole step
+
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -44,6 +54,53 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
+@contextlib.contextmanager
+def other_precision() -> Iterator[None]:
+    """Gives every setting of how torch multiplies matrices another value than it has by default."""
+    owner = torch.backends.cuda.matmul
+    names = "allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction"
+    before = torch.get_float32_matmul_precision(), [getattr(owner, name) for name in names]
+    try:
+        torch.set_float32_matmul_precision("medium" if before[0] == "highest" else "highest")
+        for name, value in zip(names, before[1]):
+            setattr(owner, name, not value)
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        for name, value in zip(names, before[1]):
+            setattr(owner, name, value)
+
+
+def in_thread(make: Callable[[], T], device: torch.device) -> T:
+    """Returns what `make` makes in another thread, which has nothing but the GPU from this one."""
+
+    def made() -> T:
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            return make()
+
+    with ThreadPoolExecutor(1) as threads:
+        return threads.submit(made).result()
+
+
+def on_stream(make: Callable[[], T], device: torch.device) -> T:
+    """Returns what `make` makes on another stream of a GPU, with proper waits. That stream is late: a kernel that is
+    launched on another one finds inputs that are not written yet."""
+    with torch.cuda.device(device):
+        current, other = torch.cuda.current_stream(), torch.cuda.Stream()
+        other.wait_stream(current)
+        with torch.cuda.stream(other):
+            torch.cuda._sleep(SLEEP)
+            found = make()
+        current.wait_stream(other)
+        torch.cuda.synchronize()  # memory of the other stream is free for this one
+        return found
+
+
+def elsewhere(device: torch.device) -> dict[str, Callable]:
+    """Returns what makes a call elsewhere than this thread does."""
+    return {THREAD: in_thread} | ({STREAM: on_stream} if device.type == "cuda" else {})
+
+
 # ops of the registry
 
 
@@ -63,9 +120,13 @@ def op_modes(u: Step) -> dict[str, Variant]:
         with mode():
             return u.made() | untrained(u.rolled()), u.base | untrained(u.results)
 
-    def autocast() -> tuple[Results, Results]:
-        with torch.autocast(device, torch.bfloat16):
+    def autocast(dtype: torch.dtype) -> tuple[Results, Results]:
+        with torch.autocast(device, dtype):
             return u.made(), u.base
+
+    def at(place: Callable) -> tuple[Results, Results]:
+        made = lambda: u.made() | untrained(u.rolled())
+        return place(made, u.subject.problem.device), u.base | untrained(u.results)
 
     def compiled() -> tuple[Results, Results]:
         torch.compiler.reset()  # what was compiled for other ops counts against the limit of recompilations
@@ -97,11 +158,28 @@ def op_modes(u: Step) -> dict[str, Variant]:
         INFERENCE: inference,
         DETERMINISTIC: lambda: within(deterministic),
         DEFAULT: lambda: within(lambda: default_dtype(torch.bfloat16)),
-        AUTOCAST: autocast,
+        PRECISION: lambda: within(other_precision),
+        AUTOCAST: lambda: autocast(torch.bfloat16),
         "compiled": compiled,
         CHECKPOINTED: lambda: checkpointed(u),
     }
+    if asks_once(u):
+        found[AUTOCAST_FP16] = lambda: autocast(torch.float16)
+        found[DEVICE] = lambda: within(lambda: _other_device(u))
+        found |= {name: partial(at, place) for name, place in elsewhere(u.subject.problem.device).items()}
     return found | ({"captured": captured} if device == "cuda" else {})
+
+
+def asks_once(u: Step) -> bool:
+    """Tells whether an op is asked what one dtype answers for all."""
+    return u.subject.problem.dtype == torch.bfloat16
+
+
+def _other_device(u: Step) -> torch.device:
+    """Returns what makes another device the default: a call's GPU. On a CPU it is one on which nothing is computed, for
+    this package's ops alone: others may well make tensors where torch makes them."""
+    device = u.subject.problem.device
+    return torch.device("meta") if device.type == "cpu" and u.subject.candidate == "bi_kernels" else device
 
 
 def untrained(made: Results) -> Results:
@@ -137,6 +215,11 @@ def modes(t: CallableTarget) -> dict[str, Callable]:
     """Returns what enters each mode but the one in which a target is judged, without gradients."""
     found = {WANTED: torch.enable_grad, INFERENCE: torch.inference_mode, DETERMINISTIC: deterministic}
     found[AUTOCAST] = partial(torch.autocast, t.device.type, torch.bfloat16)
+    if not t.compiled:  # each would compile it anew
+        found[AUTOCAST_FP16] = partial(torch.autocast, t.device.type, torch.float16)
+        found |= {PRECISION: other_precision, DEFAULT: partial(default_dtype, torch.bfloat16)}
+        found[DEVICE] = lambda: t.device  # which can be entered
+    found |= dict.fromkeys(elsewhere(t.device), contextlib.nullcontext)
     if t.module and not any(map(_by_design, t.module.modules())):
         found["eval()" if t.module.training else "train()"] = partial(_switched, t.module)
     return found
@@ -144,6 +227,8 @@ def modes(t: CallableTarget) -> dict[str, Callable]:
 
 def in_mode(t: CallableTarget, mode: str, samples: list[int]) -> list[Tensor]:
     """Returns the outputs of a call on samples in a mode of PyTorch, a row a sample."""
+    if place := elsewhere(t.device).get(mode):
+        return place(lambda: [y.clone() for y in t.rows(t.call(samples), len(samples))], t.device)
     arguments = t.take(samples)
     with torch.no_grad(), modes(t)[mode](), t.layout(samples):
         for k, v in tensors(arguments).items() if mode == WANTED else ():
@@ -154,20 +239,20 @@ def in_mode(t: CallableTarget, mode: str, samples: list[int]) -> list[Tensor]:
 
 
 def judged(t: CallableTarget, mode: str, whole: list[Tensor]) -> list[Row]:
-    """Compares the whole batch in a mode with `whole`, and few samples in it with the whole batch in it. Autocast may
-    compute otherwise, for all samples alike. A callable that refuses a gradient or autocast, and says so, is not
-    judged there, nor one that draws in the other of train() and eval()."""
+    """Compares the whole batch in a mode with `whole`, and few samples in it with the whole batch in it. Under autocast
+    and torch's other settings it may compute otherwise, for all samples alike. A callable that refuses a mode that is
+    none of its own, and says so, is not judged there, nor one that draws in the other of train() and eval()."""
     said = {"against": "no_grad", "rows": t.count, "axes": [Kind.MODE]}
     try:
         found = in_mode(t, mode, t.every)
     except REFUSALS as error:
-        if mode not in (WANTED, AUTOCAST):
+        if mode not in (WANTED, *OTHERWISE, THREAD, STREAM):
             raise
         return [t.row("invariance", mode, verdict=UNSUPPORTED, detail=sentence(error), **said)]
     if mode.endswith("()") and any(compare(a, b).mismatches for a, b in zip(found, in_mode(t, mode, t.every))):
         return []
-    rows = [] if mode == AUTOCAST else t.compared("invariance", mode, found, whole, **said)
-    for few in ([0], t.every[: max(2, t.count // 3)]):
+    rows = [] if mode in OTHERWISE else t.compared("invariance", mode, found, whole, **said)
+    for few in ([0], t.every[: max(2, t.count // 3)]) if mode not in elsewhere(t.device) else ():
         said = {"against": mode, "rows": len(few), "axes": [Kind.COUNT]}
         rows += t.compared("invariance", mode + FEW, in_mode(t, mode, few), [y[few] for y in found], **said)
     return rows

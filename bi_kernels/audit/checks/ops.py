@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext, suppress
 
 from bi_kernels.audit import parallel
-from bi_kernels.audit.checks import forward, gradient, limits, long_sequences
+from bi_kernels.audit.checks import forward, gradient, limits, long_sequences, single_call
 from bi_kernels.audit.findings import ACCURACY, INVARIANCE, UNSUPPORTED, Row
 from bi_kernels.audit.reproduce.operator import scripts
 from bi_kernels.audit.reproduce.script import verify_scripts
@@ -55,6 +55,7 @@ def judge(session, wants_forward: bool, wants_backward: bool, meanwhile: Callabl
     """Judges every relation of every op of a session's audit; drifts leave a reproducer. Records and returns the rows;
     the variants that were launched become the session's."""
     subjects, added, launched, made = session.make(), [], [], []
+    other = single_call.begin_otherwise(session) if wants_backward else None
     judged = parallel.each(session, judge_subject, range(len(subjects)), wants_forward, wants_backward)
     meanwhile(session)
     for subject, (rows, launches) in zip(subjects, judged):
@@ -69,6 +70,8 @@ def judge(session, wants_forward: bool, wants_backward: bool, meanwhile: Callabl
     rest: list[Row] = []
     if wants_backward:
         rest, session.variants = atomics_free(launched)
+        if launched:  # not all are refused
+            rest += single_call.by_first_call(session, other)
     session.add(rest)
     return added + rest
 

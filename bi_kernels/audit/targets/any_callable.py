@@ -97,6 +97,7 @@ class CallableTarget(Target):
         name: str,
         seed: int,
         names: Sequence[str] = (),
+        first: Callable[["CallableTarget"], object] = lambda t: None,  # what comes before the first call
     ):
         self.function, self.name, self.seed = function, name, seed
         names = list(names) or _names(function, len(inputs))
@@ -123,6 +124,7 @@ class CallableTarget(Target):
         self.trained: dict[str, torch.Tensor] = {}  # the gradients of the whole batch, where there is a backward
         self.batched: frozenset[str] = frozenset()
         self.dims: list[int | None] = []
+        first(self)
         self._find_batched(shared)
 
     def _find_batched(self, shared: set) -> None:

@@ -45,5 +45,5 @@ def poisoned_memory(call: int) -> Iterator[None]:
             replaced.enter_context(patch.object(owner, name, wrap(getattr(owner, name))))
         yield
     for storage, size in fenced:
-        if bool((torch.tensor((), dtype=torch.uint8).set_(storage, size, (FENCE,)) != FENCED).any()):
+        if bool((torch.tensor((), dtype=torch.uint8, device="cpu").set_(storage, size, (FENCE,)) != FENCED).any()):
             raise RuntimeError(f"the candidate wrote behind the {size} bytes of memory that it asked for")
