@@ -228,6 +228,8 @@ def _notes(t: CallableTarget, rows: list[Row]) -> list[str]:
     uncounted = [i for i, d in enumerate(t.dims) if d is None]
     if uncounted:
         notes.append(f"Not judged, because nothing in them counts samples: outputs {uncounted}.")
+    if t.unread:
+        notes.append(f"Not judged, because it holds neither tensors nor numbers: {', '.join(sorted(t.unread))}.")
     return notes
 
 
