@@ -10,7 +10,7 @@ import bi_kernels
 from bi_kernels.audit.checks import forward, modes, single_call
 from bi_kernels.audit.checks.caches import FAR, HEADS_FIRST
 from bi_kernels.audit.checks.edge_cases import ONE_TOKEN, populations
-from bi_kernels.audit.checks.placement import DIMENSIONS, EXPANDED, LATE, SHIFTED
+from bi_kernels.audit.checks.placement import BATCH, DIMENSIONS, EXPANDED, LATE, SHIFTED
 from bi_kernels.audit.controls.usage import _each, _Gradient, doubled_for_several
 from bi_kernels.audit.findings import NEEDS_FIX, PASS
 from bi_kernels.audit.fuzz.cases import FINITE, POPULATIONS, draw
@@ -200,7 +200,7 @@ def ids(dtype):
 
 def shifted(given, told):
     x = given[0]
-    return x.dim() > 2 and 0 < x.shape[1] * x.stride(1) < x.stride(0)
+    return x.shape[:2] == BATCH and x.shape[1] * x.stride(1) < x.stride(0)
 
 
 def told_in(name, dtype):
@@ -243,7 +243,7 @@ PRODUCTION = {
         FAR: lambda given, told: given[1].dim() == 4 and given[1].shape[1] > 512,
         "pages of 2": lambda given, told: "block_table" in told and given[1].shape[1] == 2,
         "7 query heads a key head": lambda given, told: grouped(7)(given, told) and "cu_seqlens_q" not in told,
-        **{f"{n} sequences decoded": lambda given, told, n=n: len(given[0]) == n for n in DECODED},
+        **{f"{n} sequences decoded": lambda given, told, n=n: given[0].shape[:2] == (n, 1) for n in DECODED},
     },
 }
 
@@ -255,7 +255,7 @@ def test_inputs_as_production_has_them_are_told_apart(name):
         wrong = any(holds(given, told) for holds in PRODUCTION[name].values())
         return _each(lambda t: t * 1.5, out) if wrong else out
 
-    rows = list(single_call.by_use(subject(name, broken), ["population", *single_call.ONCE]))
+    rows = list(single_call.by_use(subject(name, broken), single_call.ONCE))
     assert {r.layout for r in rows if r.verdict == NEEDS_FIX} == {*PRODUCTION[name]}
 
 
