@@ -10,7 +10,7 @@ import bi_kernels
 from bi_kernels.audit.checks import forward, modes, single_call
 from bi_kernels.audit.checks.caches import FAR, HEADS_FIRST
 from bi_kernels.audit.checks.edge_cases import ONE_TOKEN, populations
-from bi_kernels.audit.checks.placement import BATCH, DIMENSIONS, EXPANDED, LATE, SHIFTED
+from bi_kernels.audit.checks.placement import BATCH, DIMENSIONS, EXPANDED, LATE, OFTEN, SHIFTED
 from bi_kernels.audit.controls.usage import _each, _Gradient, doubled_for_several
 from bi_kernels.audit.findings import NEEDS_FIX, PASS
 from bi_kernels.audit.fuzz.cases import FINITE, POPULATIONS, draw
@@ -232,6 +232,7 @@ PRODUCTION = {
     "routed_linear": {DIMENSIONS: lambda given, told: given[0].dim() == 4, "ids in uint8": ids(torch.uint8)},
     "embedding": {
         SHIFTED: shifted,
+        OFTEN: lambda given, told: given[0].numel() > 2048,
         "ids in int16": ids(torch.int16),
         "ids in every other column": lambda given, told: given[0].dim() == 1 and given[0].stride(0) == 2,
     },

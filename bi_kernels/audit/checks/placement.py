@@ -2,6 +2,7 @@
 memory once, and indices of every integer dtype."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -11,11 +12,13 @@ from torch.nn.functional import pad
 
 from bi_kernels.audit.checks.requests import Variant
 from bi_kernels.audit.step import Results
+from bi_kernels.audit.targets.op import CANCELLING
 from bi_kernels.audit.targets.op_step import Step, token_layout
 
 BATCH, FOUR = (3, 21), (3, 3, 7)  # leading shapes of the tokens of one call
 DIMENSIONS, SHIFTED, EXPANDED = "four dimensions", "shifted views", "one row for all"
 LEAD = 3  # rows before the first sequence
+OFTEN, MANY = "ids in thousands of positions", {"cpu": (1500, 1, 600), "cuda": (9000, 1, 4000)}  # tokens of samples
 LATE = f"cu_seqlens from {LEAD} on"
 
 
@@ -108,6 +111,8 @@ def op_indices(u: Step) -> dict[str, Variant]:
     if ids := [k for k, dims in op.tokens.items() if dims.endswith(":id")]:
         for way, view in INTEGERS.items():
             found[f"ids {way}"] = partial(_ids, u, ids, view)
+    if "padding_id" in op.constants:
+        found[OFTEN] = partial(_often, u)
     where = ("positions", "cu_seqlens") if op.positions else ("cu_seqlens",) if op.cache else ()
     for name, (way, view) in product(where, INTEGERS.items()):
         function = partial(_told, u.subject.called, view, u.at if name == "positions" else None)
@@ -122,6 +127,20 @@ def _ids(u: Step, names: Sequence[str], view: Callable[[Tensor], Tensor]) -> tup
     same = all(t.equal(given[k]) for k, t in u.inputs().items())
     found = u.made({k: view(t) if k in names else t.clone() for k, t in given.items()})
     return found, u.base if same else u.made(given)
+
+
+def _often(u: Step) -> tuple[Results, Results]:
+    """Compares gradients of one call and of a call a sample, where an id, and the padding id, are in thousands of
+    positions."""
+    p = u.subject.problem
+    narrow = replace(u.subject, problem=replace(p, sizes=p.sizes | {"hidden": 8}), memo={})
+    step, padding = Step(narrow, CANCELLING, MANY[p.device.type]), p.op.constants["padding_id"]
+    place = torch.arange(step.count, device=step.at.device) % 100
+    for k, dims in p.op.tokens.items():
+        if dims.endswith(":id"):
+            step.tokens[k] = torch.where(place == 9, step.tokens[k], torch.where(place < 45, padding, padding + 2))
+    named = lambda made: {f"d{k}": t for k, t in made.items()}
+    return named(step.gradients()), named(step.gradients("micro_batches:each"))
 
 
 def _told(function: Callable, view: Callable[[Tensor], Tensor], positions: Tensor | None, *tensors, **told):
