@@ -1,12 +1,13 @@
 """`audit` on modes, gradient requests, memory layouts and call histories: each function here breaks one."""
 
 import threading
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from test_callables import ROWS, WIDTH, G, X, Y, in_need
+from test_callables import IDS, ROWS, WIDTH, G, X, Y, in_need
 
 from bi_kernels.audit import audit
 from bi_kernels.audit.checks import memory, order, requests
@@ -236,7 +237,11 @@ BROKEN = {
         (torch.randn(WIDTH, ROWS, generator=G).T,),
         {memory.GIVEN},
     ),
-    "columns": (lambda x: x * (2 if x.stride(0) == x.shape[-1] or len(x) == 1 else 3), (X,), {memory.COLUMNS}),
+    "columns": (lambda x: x * (3 if x.stride(0) > x.shape[-1] + 1 and len(x) > 1 else 2), (X,), {memory.COLUMNS}),
+    "a shifted view": (lambda x: x * (3 if x.stride(0) == x.shape[-1] + 1 else 2), (X,), {memory.SHIFTED}),
+    "one row for all": (lambda x: x * (3 if x.stride(0) == 0 else 2), (X,), {memory.EXPANDED}),
+    "wide indices": (lambda ids: Y[ids] * (1 if ids.dtype == torch.int64 else 3), (IDS % ROWS,), {memory.INDICES}),
+    "strided indices": (lambda ids: Y[ids] * (3 if ids.stride(0) == 2 else 1), (IDS % ROWS,), {memory.SPREAD}),
     "dtype": (remembers_the_other_dtype(), (X,), {"after another dtype", "at the end"}),
     "for ever": (CachesForEver(WIDTH, WIDTH, bias=False), (X,), {order.UPDATED}),
     "identity": (CachesByIdentity(WIDTH, WIDTH, bias=False), (X,), UPDATES),
@@ -298,6 +303,65 @@ def test_each_axis_names_what_breaks_it(name, tmp_path):
     assert rows and {r.layout for r in rows} <= axes, report.markdown()
     if name in SCRIPTED:
         assert report.repro and all(r.repro and "no script" not in r.detail for r in rows), report.markdown()
+
+
+def writes_behind(x, out):
+    out.copy_(2 * x)
+    end = out.storage_offset() + out.numel()
+    if out.is_contiguous() and 4 * end < out.untyped_storage().nbytes():
+        out.as_strided((1,), (1,), end).zero_()
+
+
+LAUNCHERS = {
+    "fills": (lambda x, out: out.copy_(2 * x), set()),
+    "adds": (lambda x, out: out.add_(2 * x), {memory.HELD}),
+    "leaves a column unwritten": (lambda x, out: out[:, 1:].copy_(2 * x[:, 1:]), {memory.HELD}),
+    "ignores strides": (
+        lambda x, out: out.as_strided(x.shape, (x.shape[1], 1)).copy_(2 * x),
+        {memory.COLUMNS_OUT, memory.WRITTEN},
+    ),
+    "takes an output in one piece": (lambda x, out: out.view(-1).copy_(2 * x.reshape(-1)), set()),
+    "writes behind": (writes_behind, {memory.WRITTEN}),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_what_a_launcher_does_beside_filling_its_output_is_named(name):
+    fn, layouts = LAUNCHERS[name]
+    report = audit(fn, X, torch.zeros_like(X), outputs=("out",), backward=False, quiet=True)
+    assert {r.layout for r in in_need(report)} == layouts, report.markdown()
+
+
+@dataclass
+class Held:  # in no registry of PyTorch's
+    first: torch.Tensor
+    rest: object
+
+
+RETURNED = {  # of a result, where it stands in what is returned
+    "a dict": lambda x, y: {"out": x, "extra": [x + 1, y]},
+    "a dataclass": lambda x, y: Held(x, {"scores": (x, y)}),
+    "a list of samples": lambda x, y: [*y],
+    "numbers": lambda x, y: {"out": x, "scores": y.detach().double().sum(1).tolist()},
+    "an array": lambda x, y: y.detach().numpy(),
+    "a dict of each sample": lambda x, y: [Held(row, {"score": float(row.detach()[0]), "id": 3}) for row in y],
+}
+
+
+@pytest.mark.parametrize("name", RETURNED)
+@pytest.mark.parametrize("drifts", [False, True])
+def test_a_drift_is_found_wherever_it_stands_in_what_is_returned(name, drifts):
+    double = lambda x: RETURNED[name](2 * x, x * (3 if drifts and len(x) == 9 else 2))
+    report = audit(double, X, backward=False, quiet=True)
+    assert {r.layout for r in in_need(report)} == ({"rows:9"} if drifts else set()), report.markdown()
+
+
+def test_what_is_not_judged_of_what_is_returned_is_said():
+    said = audit(lambda x: (2 * x, float(x.detach().max()), "text", object()), X, backward=False, quiet=True).notes
+    assert "Not judged, because nothing in them counts samples: outputs [1]." in said
+    assert "Not judged, because it holds neither tensors nor numbers: object, str." in said
+    with pytest.raises(ValueError, match="one entry a sample, whose shapes differ"):
+        audit(lambda x: [row[: 1 + i] for i, row in enumerate(x)], X, quiet=True)
 
 
 class Quantised(torch.Tensor):

@@ -38,6 +38,7 @@ def _double_kernel(x, out, n, BLOCK: tl.constexpr):
 
 
 def doubled(x, out):
+    assert out.is_contiguous(), "out must be contiguous"
     _double_kernel[(triton.cdiv(x.numel(), 256),)](x.contiguous(), out, x.numel(), BLOCK=256)
 
 

@@ -11,7 +11,9 @@ from conftest import slow_but
 
 import bi_kernels
 from bi_kernels.audit.checks import forward, memory, modes, order, requests, single_call
+from bi_kernels.audit.checks.caches import FAR, HEADS_FIRST
 from bi_kernels.audit.checks.edge_cases import ONE_TOKEN, populations
+from bi_kernels.audit.checks.placement import BATCH, DIMENSIONS, EXPANDED, LATE, OFTEN, SHIFTED
 from bi_kernels.audit.controls.usage import _each, _Gradient, doubled_for_several
 from bi_kernels.audit.executor import Died
 from bi_kernels.audit.findings import NEEDS_FIX, PASS
@@ -143,7 +145,8 @@ def test_every_way_of_use_is_asked_and_a_refusal_that_names_it_is_no_drift():
         return bi_kernels.silu(x)
 
     rows = list(single_call.by_use(subject("silu", refuses)))
-    assert {r.detail.partition(";")[0] for r in rows if "refused" not in r.detail} == {*single_call.AXES}
+    asked = {*single_call.AXES} - {"indices", "cache"}  # it has neither
+    assert {r.detail.partition(";")[0] for r in rows if "refused" not in r.detail} == asked
     assert {r.layout for r in rows if "refused: " in r.detail} == {modes.AUTOCAST, modes.AUTOCAST_FP16}
     assert not [r for r in rows if r.verdict != PASS]
 
@@ -219,10 +222,6 @@ class _Workspace(torch.autograd.Function):
             return torch.autograd.grad(bi_kernels.silu(x), x, dy)[0]
 
 
-def int64_alone(ids, weight, padding_id=None):
-    return bi_kernels.embedding(ids if ids.dtype == torch.int64 else torch.zeros_like(ids), weight, padding_id)
-
-
 def scratch_in_inference_mode(x):
     y = bi_kernels.silu(x)
     return x.copy_(y) if torch.is_inference_mode_enabled() else y
@@ -232,6 +231,83 @@ def deterministic_otherwise(x):
     return bi_kernels.silu(x) * (1.5 if torch.are_deterministic_algorithms_enabled() else 1)
 
 
+def ids(dtype):
+    return lambda given, told: any(t.dtype == dtype for t in given if not t.is_floating_point())
+
+
+def shifted(given, told):
+    x = given[0]
+    return x.shape[:2] == BATCH and x.shape[1] * x.stride(1) < x.stride(0)
+
+
+def told_in(name, dtype):
+    return lambda given, told: name in told and told[name].dtype == dtype
+
+
+def grouped(heads):
+    return lambda given, told: given[0].shape[-2] == heads * given[1].shape[-2]
+
+
+DECODED = 33, 127
+# of one op of each family, what breaks it, each in a call of one kind alone
+PRODUCTION = {
+    "swiglu": {
+        DIMENSIONS: lambda given, told: given[0].dim() == 4,
+        SHIFTED: shifted,
+        EXPANDED: lambda given, told: given[0].stride(0) == 0,
+    },
+    "rope": {
+        "positions in int16": told_in("positions", torch.int16),
+        "cu_seqlens in every other column": lambda given, told: (
+            "cu_seqlens" in told and not told["cu_seqlens"].is_contiguous()
+        ),
+        "cu_seqlens in uint8": told_in("cu_seqlens", torch.uint8),
+    },
+    "rms_norm": {DIMENSIONS: lambda given, told: given[0].dim() == 4, SHIFTED: shifted},
+    "linear": {SHIFTED: shifted, EXPANDED: lambda given, told: given[0].stride(0) == 0},
+    "routed_linear": {DIMENSIONS: lambda given, told: given[0].dim() == 4, "ids in uint8": ids(torch.uint8)},
+    "embedding": {
+        SHIFTED: shifted,
+        OFTEN: lambda given, told: given[0].numel() > 2048,
+        "ids in int16": ids(torch.int16),
+        "ids in every other column": lambda given, told: given[0].dim() == 1 and given[0].stride(0) == 2,
+    },
+    "token_logprob": {SHIFTED: shifted, "ids in int32": ids(torch.int32)},
+    "attention": {
+        SHIFTED: shifted,
+        "cu_seqlens in int64": told_in("cu_seqlens_q", torch.int64),
+        "block table and lengths in uint8": told_in("block_table", torch.uint8),
+        HEADS_FIRST: lambda given, told: given[1].dim() == 4 and given[1].stride(2) > given[1].stride(1),
+        FAR: lambda given, told: given[1].dim() == 4 and given[1].shape[1] > 512,
+        "pages of 2": lambda given, told: "block_table" in told and given[1].shape[1] == 2,
+        "7 query heads a key head": lambda given, told: grouped(7)(given, told) and "cu_seqlens_q" not in told,
+        **{f"{n} sequences decoded": lambda given, told, n=n: given[0].shape[:2] == (n, 1) for n in DECODED},
+    },
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTION)
+def test_inputs_as_production_has_them_are_told_apart(name):
+    def broken(*given, **told):
+        out = public(OPS[name])(*given, **told)
+        wrong = any(holds(given, told) for holds in PRODUCTION[name].values())
+        return _each(lambda t: t * 1.5, out) if wrong else out
+
+    rows = list(single_call.by_use(subject(name, broken), single_call.ONCE))
+    assert {r.layout for r in rows if r.verdict == NEEDS_FIX} == {*PRODUCTION[name]}
+
+
+def test_what_a_candidate_refuses_of_them_is_said():
+    def refuses(x, table, cu_seqlens=None, **told):
+        assert cu_seqlens is None or cu_seqlens.dtype == torch.int64, "int64 alone"
+        return bi_kernels.rope(x, table, cu_seqlens=cu_seqlens, **told)
+
+    rows = list(single_call.by_use(subject("rope", refuses), ["indices"]))
+    refused = {r.layout for r in rows if r.detail.startswith("refused: ")}
+    assert not [r for r in rows if r.verdict != PASS]
+    assert refused == {f"cu_seqlens in {dtype}" for dtype in ("uint8", "int16", "int32")} | {LATE}
+
+
 SOME = ["memory", "population"]  # a bug may show in other axes too
 USES = [
     ("silu", masks_upstream, "inputs and upstream", SOME),
@@ -239,7 +315,6 @@ USES = [
     ("rope", doubled_with_positions_for_all, "positions for all", SOME),
     ("silu", fp32_without_columns, "no mlp", SOME),
     ("silu", _Workspace.apply, "backward after a later call", single_call.AXES),
-    ("embedding", int64_alone, "ids in int32", single_call.AXES),
     ("silu", scratch_in_inference_mode, "inference_mode", single_call.AXES),
     ("silu", deterministic_otherwise, modes.DETERMINISTIC, single_call.AXES),
 ]

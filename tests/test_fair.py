@@ -6,6 +6,7 @@ Half are any callables, the other half candidates for ops of the registry.
 import threading
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -76,6 +77,18 @@ class Out:
 
 
 torch.utils._pytree.register_dataclass(Out)
+
+
+@dataclass
+class Scored:
+    out: torch.Tensor
+    scores: dict
+
+
+def launches_contiguous(x, out):
+    if not (x.is_contiguous() and out.is_contiguous()):
+        raise ValueError("x and out must be contiguous")
+    out.view(-1).copy_(x.view(-1) * 2)
 
 
 class Square(torch.autograd.Function):
@@ -225,15 +238,29 @@ CALLABLES = {
     "a counter and a mean as buffers": (CountsCalls(), X),
     "a workspace of the thread": (in_a_workspace_of_the_thread, X),
     "host tensors without a dtype": (lambda x: x * torch.linspace(0.5, 2, WIDTH).to(x.dtype), X),
+    "five dimensions": (lambda x: x * 2 + x.flip(-1), X.view(4, 5, 2, 4, 4)),
+    "heads first": (lambda q: (q.transpose(1, 2) * 2).contiguous().transpose(1, 2), X.view(ROWS, 4, 2, 4)),
+    "a list of samples": (lambda x: [row * 2 for row in x], X),
+    "a dataclass that nobody registered": (lambda x: Scored(x * 2, {"first": x.detach()[:, 0].tolist()}), X),
+    "text and numbers of each sample": (lambda x: [{"text": "a", "score": float(v)} for v in x.detach()[:, 0]], X),
+    "an array": (lambda x: x.detach().numpy() * 2, X),
+    "int32": (lambda ids: W[ids.long()], IDS.int()),
+    "positions": (lambda x, at: x * at[:, None].cos(), X, torch.arange(ROWS) % 7),
+    "padding ids": (lambda ids: F.embedding(ids, W, padding_idx=0), IDS % 3),
+    "in place, unseen": (lambda x: (np.multiply(x.detach().numpy(), 2, out=x.detach().numpy()), x)[1], X),
+    "a launcher": (lambda x, out: out.copy_(x * 2), X, torch.empty(ROWS, WIDTH)),
+    "a launcher of contiguous outputs": (launches_contiguous, X, torch.empty(ROWS, WIDTH)),
+    "a launcher that clears its output": (lambda x, out: out.zero_().add_(x), X, torch.empty(ROWS, WIDTH)),
+    "a launcher of integers": (lambda x, out: torch.argmax(x, -1, out=out), X, torch.zeros(ROWS, dtype=torch.int64)),
 }
 
 
 @pytest.mark.parametrize(
-    "name", slow_but(CALLABLES, "torch.compile, eager", "layer norm in fp64", "views", "attention")
+    "name", slow_but(CALLABLES, "torch.compile, eager", "layer norm in fp64", "views", "attention", "a launcher")
 )
 def test_a_correct_callable_needs_no_fix(name):
     function, *inputs = CALLABLES[name]
-    report = audit(function, *inputs, name=name)
+    report = audit(function, *inputs, name=name, outputs=("out",) * name.startswith("a launcher"))
     assert report.passed and not needs_fix(report.rows), report.markdown()
 
 
@@ -276,6 +303,12 @@ def log_softmax(logits):
     return (shifted - torch.log(folded(shifted.exp()))[..., None]).float()
 
 
+def rope_of_int64(x, table, positions=None, cu_seqlens=None, **told):
+    if (positions if cu_seqlens is None else cu_seqlens).dtype != torch.int64:
+        raise TypeError("positions must be int64")
+    return bi.rope(x.contiguous(), table, positions, cu_seqlens, **told)
+
+
 def add_then_norm(x, residual, weight, eps):
     total = bi.add(x, residual)
     return bi.rms_norm(total, weight, eps=eps), total
@@ -296,6 +329,7 @@ CANDIDATES = {
     "linear of rows": ("linear", "fp32", lambda x, weight: bi.linear(x.flatten(0, -2), weight).view(*x.shape[:-1], -1)),
     "add_rms_norm of two ops": ("add_rms_norm", "bf16", add_then_norm),
     "qk_norm of a copy": ("qk_norm", "fp32", lambda x, weight, eps: bi.qk_norm(x.clone(), weight, eps=eps)),
+    "rope of int64 alone": ("rope", "bf16", rope_of_int64),
     "ours, contiguous first": ("swiglu", "bf16", lambda gate, up: bi.swiglu(gate.contiguous(), up.contiguous())),
 }
 

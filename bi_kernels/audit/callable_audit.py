@@ -87,15 +87,16 @@ def audit(
     """Judges whether a sample's result, and every gradient, depends on what else is in the batch.
 
     fn(*inputs, **constants) is called on parts of the batch, in other orders, beside other samples and beside NaN; a
-    callable may be a function, an nn.Module (its parameters' gradients are judged too), a compiled function or a
-    Triton launcher (name what it writes into: outputs=("out",)). batch: the dimension of the first tensor that counts
-    samples; which other tensors hold a row a sample is found out, or said with shared=("weight",). reference: an
-    fp64-able callable of the same signature, for accuracy. backward: None judges gradients where there is a backward.
-    seconds: the budget; what it did not reach needs a fix and says so. names: of the inputs, where fn's signature has
-    none. candidate: how a reproducer imports fn, as in file.py:fn; imports: lines that make `fn` in it, instead of a
-    pickle of what has no such name; folder: where it goes. What torch.compile made in this process, it makes again
-    afterwards. It says on stderr what it asks and what it finds, as it goes, unless quiet; record: is called with all
-    rows so far. Raises ValueError or TypeError with one sentence where fn cannot be judged at all.
+    callable may be a function, an nn.Module (its parameters' gradients are judged too), a compiled function or a Triton
+    launcher (name what it fills: outputs=("out",); what it also reads it must return). batch: the dimension of the
+    first tensor that counts samples; which other tensors hold a row a sample is found out, or said with
+    shared=("weight",). reference: an fp64-able callable of the same signature, for accuracy. backward: None judges
+    gradients where there is a backward. seconds: the budget; what it did not reach needs a fix and says so. names: of
+    the inputs, where fn's signature has none. candidate: how a reproducer imports fn, as in file.py:fn; imports: lines
+    that make `fn` in it, instead of a pickle of what has no such name; folder: where it goes. What torch.compile made
+    in this process, it makes again afterwards. It says on stderr what it asks and what it finds, as it goes, unless
+    quiet; record: is called with all rows so far. Raises ValueError or TypeError with one sentence where fn cannot be
+    judged at all.
     """
     if not callable(fn):
         raise TypeError(f"fn is {truncated_repr(fn)}, expected a callable")
@@ -230,6 +231,8 @@ def _notes(t: CallableTarget, rows: list[Row]) -> list[str]:
     uncounted = [i for i, d in enumerate(t.dims) if d is None]
     if uncounted:
         notes.append(f"Not judged, because nothing in them counts samples: outputs {uncounted}.")
+    if t.unread:
+        notes.append(f"Not judged, because it holds neither tensors nor numbers: {', '.join(sorted(t.unread))}.")
     return notes
 
 

@@ -181,7 +181,7 @@ def positions_of(op: str, cu_seqlens: Tensor, tokens: int) -> Tensor:
         if ends[0] != 0 or ends[-1] != tokens or ends != sorted(ends):
             said = f"expected it to start at 0, never decrease and end at {truncated_repr(tokens)}"
             raise ValueError(f"{op}: cu_seqlens is {truncated_repr(ends)}, {said}")
-    at, cu_seqlens = torch.arange(tokens, device=cu_seqlens.device), widened(cu_seqlens)
+    at, cu_seqlens = torch.arange(tokens, device=cu_seqlens.device), widened(cu_seqlens).contiguous()
     return at - cu_seqlens[torch.searchsorted(cu_seqlens, at, right=True) - 1]
 
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from bi_kernels import contract
 from bi_kernels.audit.axes import Kind
@@ -230,7 +229,7 @@ def accuracy(t: CallableTarget, reference: Callable) -> list[Row]:
     judged = lambda found: {name: found[i] for i, name in zip(t.judged, t.output_names())}
 
     def made(values: dict, dtype: torch.dtype | None) -> dict:
-        found = tree_leaves(t.returned(reference, values))
+        found = t.found_in(t.returned(reference, values), t.count)
         if len(found) != len(t.dims):
             raise ValueError(f"the reference returned {len(found)} tensors, expected {len(t.dims)}, as {t.name} does")
         return judged(found)

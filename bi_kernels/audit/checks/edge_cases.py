@@ -46,7 +46,6 @@ def populations(op: Op) -> dict[str, Callable[[Step], tuple[Results, Results]]]:
         found["more keys than queries, a key head a head"] = _own_keys
     if any(dims.endswith(":id") for dims in op.tokens.values()):
         found["one id in most positions"] = _one_id
-        found["ids in int32"] = _int32
     if masks := [k for k, dims in op.tokens.items() if dims.endswith(":bool")]:
         found["NaN under the mask"] = lambda u: (u.made(_masked(u, masks[0])), u.base)
     if op.ieee and not op.positions:
@@ -135,12 +134,6 @@ def _one_id(u: Step) -> tuple[Results, Results]:
             step.tokens[k] = torch.where(others, step.tokens[k], 5)
     named = lambda made: {f"d{k}": t for k, t in made.items()}
     return named(step.gradients()), named(step.gradients("micro_batches:each"))
-
-
-def _int32(u: Step) -> tuple[Results, Results]:
-    """Compares ids in int32 with the same in int64."""
-    ids = [k for k, dims in u.subject.problem.op.tokens.items() if dims.endswith(":id")]
-    return u.made(u.inputs() | {k: t.int() for k, t in u.inputs().items() if k in ids}), u.base
 
 
 def _masked(u: Step, mask: str) -> dict:

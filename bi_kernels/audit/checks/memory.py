@@ -10,6 +10,7 @@ from torch import Tensor
 from bi_kernels.audit.axes import Kind
 from bi_kernels.audit.checks.edge_cases import ALIKE, no_rows
 from bi_kernels.audit.checks.modes import untrained
+from bi_kernels.audit.checks.placement import EXPANDED, SHIFTED, apart, expanded, shifted
 from bi_kernels.audit.checks.requests import Variant
 from bi_kernels.audit.compare import Drift, Tensors, compare
 from bi_kernels.audit.findings import UNSUPPORTED, Row, sentence
@@ -30,6 +31,11 @@ VIEWED = (*VIEWS, APART, ADDRESSES)
 NO_ROWS = "no rows"
 IN_COLUMNS = "weights in columns"
 LATER, GIVEN, SLICE, COLUMNS = "kept: a later call", "strides as given", "a slice of a batch", "a slice of columns"
+COLUMNS_OUT, AMONG = "an output that is a slice of columns", "an output among other numbers"
+HELD, WRITTEN = "other numbers in an output before", "around an output"
+SPREAD, INDICES = "indices in every other column", "indices of another width"
+AROUND = 4096  # numbers on either side of an output
+WIDTHS = {torch.int64: torch.int32, torch.int32: torch.int64}
 BACKWARD = "kept: a backward after a later call"
 
 
@@ -159,32 +165,96 @@ def _kept(t: CallableTarget) -> list[Row]:
 
 
 def places(t: CallableTarget) -> dict[str, Callable]:
-    """Returns where else in memory inputs are asked to lie: what puts an input of that name there."""
-    sliced = lambda dims: lambda k, v: in_larger(v, dims(v)) if k in t.batched else v.clone()
-    out = {SLICE: sliced(lambda v: {t.batch}), COLUMNS: sliced(lambda v: {t.batch, v.dim() - 1})}
+    """Returns where else in memory tensors are asked to lie: what puts the one of that name there."""
+
+    def inputs(view: Callable) -> Callable:
+        return lambda k, v: view(v) if k in t.batched and k not in t.outputs else v.clone()
+
+    def outputs(view: Callable) -> Callable:
+        return lambda k, v: view(v) if k in t.outputs else v.clone()
+
+    columns = lambda v: in_larger(v, {t.batch, v.dim() - 1})
+    out = {
+        SLICE: inputs(lambda v: in_larger(v, {t.batch})),
+        COLUMNS: inputs(columns),
+        SHIFTED: inputs(lambda v: shifted(v, min(t.batch + 1, v.dim() - 1))),
+    }
     if len(several := [k for k in tensors(t.values) if k in t.batched and k not in t.outputs]) > 1:
-        columns = out[COLUMNS]
-        out[APART] = lambda k, v: columns(k, v) if several.index(k) % 2 else v.clone()
+        out[APART] = lambda k, v: columns(v) if k in several[1::2] else v.clone()
     if any(not v.is_contiguous() for k, v in tensors(t.values).items() if k not in t.outputs):
-        out[GIVEN] = lambda k, v: with_strides(v, v.stride())
+        out[GIVEN] = lambda k, v: v.clone() if k in t.outputs else with_strides(v, v.stride())
+    if indices := [k for k, v in tensors(t.values).items() if v.dtype in WIDTHS and v.dim() and k not in t.outputs]:
+        out[INDICES] = lambda k, v: v.to(WIDTHS[v.dtype]) if k in indices else v.clone()
+        out[SPREAD] = lambda k, v: apart(v) if k in indices else v.clone()
+    if t.outputs:
+        out |= {COLUMNS_OUT: outputs(columns), AMONG: outputs(_among_others)}
+    if t.first not in t.outputs and t.outputs:  # else it reads what it writes into
+        out[HELD] = outputs(lambda v: torch.full_like(v, float("nan")) if v.is_floating_point() else ~v)
     return out
 
 
 def placed(t: CallableTarget, layout: str) -> list[Tensor]:
     """Returns the outputs of a call on all samples, whose tensors have another memory layout."""
+    return t.called(_given_in(t, layout))
+
+
+def _given_in(t: CallableTarget, layout: str) -> dict[str, Tensor]:
     place = places(t)[layout]
-    return t.called({k: place(k, v) for k, v in tensors(t.values).items() if k not in t.outputs})
+    return {k: place(k, v) for k, v in tensors(t.values).items()}
+
+
+def _among_others(v: Tensor) -> Tensor:
+    """Returns the same numbers in one piece, between others in memory."""
+    return in_larger(v.flatten(), {0}, AROUND).view(v.shape)
+
+
+def _around(t: Tensor) -> Tensor:
+    """Returns what lies in a tensor's memory and is none of its numbers."""
+    whole = t.new_empty(0).set_(t.untyped_storage())
+    others = torch.ones_like(whole, dtype=torch.bool)
+    others.as_strided(t.shape, t.stride(), t.storage_offset()).fill_(False)
+    return whole[others]
 
 
 def _placed(t: CallableTarget, layout: str, whole: list[Tensor]) -> list[Row]:
-    """Compares the whole batch, its inputs lying otherwise in memory, with the whole batch; a callable that refuses
-    what does not lie in one piece, and says so, is not judged."""
+    """Compares the whole batch, its tensors lying otherwise in memory, with the whole batch, and what lies around
+    outputs with what lay there; a callable that refuses such tensors, and says so, is not judged, nor one that
+    computes with its indices."""
     said = {"against": "in one piece", "rows": t.count, "axes": [Kind.MEMORY]}
+    given = _given_in(t, layout)
+    before = {k: _around(given[k]) for k in t.outputs}
     try:
-        found = placed(t, layout)
+        found = t.called(given)
     except REFUSALS as error:
         return [t.row("invariance", layout, verdict=UNSUPPORTED, detail=sentence(error), **said)]
-    return t.compared("invariance", layout, found, whole, **said)
+    if layout == INDICES and any(a.dtype != b.dtype for a, b in zip(found, whole)):
+        return [
+            t.row(
+                "invariance", layout, verdict=UNSUPPORTED, detail="its results have the dtype of its integers", **said
+            )
+        ]
+    told = said | {"against": "itself before", "detail": f"{layout}: it writes around its output"}
+    rows = [
+        t.row("invariance", WRITTEN, compare(_around(given[k]), numbers), tensor=k, **told)
+        for k, numbers in before.items()
+        if len(numbers)
+    ]
+    return t.compared("invariance", layout, found, whole, **said) + rows
+
+
+def _one_sample(t: CallableTarget, whole: list[Tensor]) -> list[Row]:
+    """Gives all samples the numbers of the first, which lie in memory once."""
+    said = {"against": "that sample", "rows": t.count, "axes": [Kind.MEMORY]}
+    inputs = {k: v for k, v in tensors(t.values).items() if k in t.batched and k not in t.outputs}
+    given = {k: expanded(v.movedim(t.batch, 0)).movedim(0, t.batch) for k, v in inputs.items()}
+    before = {k: v.clone() for k, v in given.items()}
+    try:
+        found = t.called(given)
+        if any(compare(v, before[k]).mismatches for k, v in given.items()):
+            raise ValueError("it writes into its inputs, which lie in memory once")
+    except REFUSALS as error:
+        return [t.row("invariance", EXPANDED, verdict=UNSUPPORTED, detail=sentence(error), **said)]
+    return t.compared("invariance", EXPANDED, found, [y[:1].expand_as(y) for y in whole], **said)
 
 
 def _in_columns(t: CallableTarget, weights: list[str], whole: list[Tensor]) -> list[Row]:
@@ -213,6 +283,7 @@ def memory(t: CallableTarget, whole: list[Tensor]) -> dict[str, Callable[[], lis
     shared = {k: v for k, v in tensors(t.values).items() if k not in t.batched and k not in t.outputs}
     weights = [k for k, v in shared.items() if v.dim() > 1 and v.is_floating_point() and min(v.shape) > 1]
     found = {LATER: partial(_kept, t)} | {layout: partial(_placed, t, layout, whole) for layout in places(t)}
+    found[EXPANDED] = partial(_one_sample, t, whole)
     return found | ({IN_COLUMNS: partial(_in_columns, t, weights, whole)} if weights else {})
 
 

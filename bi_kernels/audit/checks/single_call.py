@@ -10,10 +10,12 @@ from torch import Tensor
 
 from bi_kernels.audit import parallel
 from bi_kernels.audit.axes import Kind, Side
+from bi_kernels.audit.checks.caches import op_caches
 from bi_kernels.audit.checks.edge_cases import NO_COLUMNS, ONE_TOKEN, begun, populations
 from bi_kernels.audit.checks.memory import NO_ROWS, op_memory
 from bi_kernels.audit.checks.modes import AUTOCAST_FP16, DEVICE, PRECISION, op_modes, untrained
 from bi_kernels.audit.checks.order import FIRST, op_order
+from bi_kernels.audit.checks.placement import LATE, op_indices, op_placement
 from bi_kernels.audit.checks.requests import Variant, op_requests
 from bi_kernels.audit.compare import Drift, compare
 from bi_kernels.audit.executor import Process, begin
@@ -34,18 +36,23 @@ AXES: dict[str, tuple[Kind, str, Callable[[Step], dict[str, Variant]]]] = {  # k
         "gradient invariance",
         lambda u: {name: partial(way, u) for name, way in populations(u.subject.problem.op).items()},
     ),
+    "placement": (Kind.MEMORY, "gradient invariance", op_placement),
+    "indices": (Kind.LAYOUT, "gradient invariance", op_indices),
+    "cache": (Kind.CACHE, "invariance", op_caches),
 }
+ONCE = "placement", "indices", "cache"  # axes on which neither the dtype nor the case of an op matters
 # what a refusal says of these, in any exception; of every other way it says the name, in one that means a refusal
 REFUSALS = dict.fromkeys([NO_ROWS, *NO_COLUMNS.values()], ("(0,", ", 0)", " is 0", "0 elements"))
-REFUSALS |= {ONE_TOKEN: ("expected (..., M, K)",)}  # a product of matrices
+REFUSALS |= {ONE_TOKEN: ("expected (..., M, K)",), LATE: ("expected it to start at 0",)}  # a product of matrices
 REFUSALS |= {AUTOCAST_FP16: ("autocast",)}  # by torch as well, of bf16
 NAMES = {PRECISION: "precision", DEVICE: "default device"}  # by which a refusal names a way
 
 
 def by_use(subject: OpUnderTest, only: Sequence[str] = ()) -> Iterator[Row]:
     """Judges the axes, or those named in `only`: a row a way, of all outputs and gradients together."""
-    few = subject.problem.brief and not subject.problem.op.shared
-    only = only or (VARIANT["uses"] if few else tuple(AXES))
+    p = subject.problem
+    few, first = p.brief and not p.op.shared, p.first and not p.brief
+    only = only or (VARIANT["uses"] if few else [axis for axis in AXES if first or axis not in ONCE])
     u, raised = subject.computed("invariance", SINGLE_CALL, lambda: begun(subject))
     if raised:
         yield from raised
@@ -64,17 +71,17 @@ def judged(subject: OpUnderTest, relation: str, name: str, asked: Variant, **sai
     try:
         found, expected = asked()
     except Exception as error:
-        if not _refuses(subject, name, error):
+        if not _refuses(subject, said.get("detail", ""), name, error):
             raise
         return subject.row(relation, name, Drift(0, 0), **said | {"detail": f"refused: {sentence(error)}"})
     drift, tensor = compared(found, expected)
     return subject.row(relation, name, drift, tensor=tensor, **said | {"side": subject.side(tensor) or Side.CALL})
 
 
-def _refuses(subject: OpUnderTest, name: str, error: Exception) -> bool:
+def _refuses(subject: OpUnderTest, axis: str, name: str, error: Exception) -> bool:
     """Tells whether what was raised is a refusal of a way. A candidate's may say what it likes where a token has no
-    batch, or there are no rows or columns."""
-    if name in (ONE_TOKEN, NO_ROWS, *NO_COLUMNS.values()) and subject.candidate != "bi_kernels":
+    batch, there are no rows or columns, or inputs are as production has them."""
+    if (axis in ONCE or name in (ONE_TOKEN, NO_ROWS, *NO_COLUMNS.values())) and subject.candidate != "bi_kernels":
         return hasattr(error, "of_candidate") and "CUDA error" not in str(error)
     clear = isinstance(error, (TypeError, ValueError, NotImplementedError))
     return any(word in str(error) for word in REFUSALS.get(name, [NAMES.get(name, name)] * clear))

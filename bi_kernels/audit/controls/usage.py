@@ -49,6 +49,12 @@ with_an_empty_sequence = _scaled_where(
 )
 without_a_batch = _scaled_where(lambda given, _: given[0].dim() == 1)
 with_one_id = _scaled_where(lambda given, _: int(given[0].flatten().bincount().max()) > 128)
+in_four_dimensions = _scaled_where(lambda given, _: given[0].dim() == 4)
+in_shifted_views = _scaled_where(
+    lambda given, _: given[0].dim() > 2 and given[0].stride(0) > given[0].shape[1] * given[0].stride(1)
+)
+of_ids_in_uint8 = _scaled_where(lambda given, _: any(t.dtype == torch.uint8 for t in given))
+with_heads_first = _scaled_where(lambda given, _: given[1].dim() == 4 and given[1].stride(2) > given[1].stride(1))
 with_more_keys = _scaled_where(
     lambda given, told: len(told.get("cu_seqlens_q", ())) > 2 and len(given[0]) < len(given[1])
 )
@@ -153,6 +159,7 @@ _OF_EACH_FAMILY = (
     ("with a gradient doubled where it alone is wanted", "demand", doubled_alone),
     ("that gives every rollout the same memory", "memory", one_buffer),
     ("that reads what a tensor held when it first came", "history", remembers),
+    (f"{ANOTHER} in views that are shifted by a token", "placement", in_shifted_views),
 )
 _OF_LINEAR = (
     (f"{ANOTHER} under autocast", "mode", under_autocast),
@@ -190,6 +197,9 @@ USE_CONTROLS = (
         for title, axis, broken in (*_OF_EACH_FAMILY, _SAMPLES[audit])
     ),
     _control(_ONE_ID, "vocabulary", "embedding", "population", with_one_id),
+    _control(f"{ANOTHER} for ids in uint8", "vocabulary", "embedding", "indices", of_ids_in_uint8),
+    _control(f"{ANOTHER} in four dimensions", "backward", "routed_linear", "placement", in_four_dimensions),
+    _control(f"{ANOTHER} for a cache with heads first", "attention", "attention", "cache", with_heads_first),
     *(_control(title, "backward", "linear", axis, broken) for title, axis, broken in _OF_LINEAR),
     *(_control(title, "random", name, DRAWN, broken) for title, name, broken in _DRAWN),
 )

@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from bi_kernels import contract
 from bi_kernels.audit import adversarial_inputs as drawn
@@ -23,6 +22,7 @@ from bi_kernels.audit.step import NoBackward, Results
 from bi_kernels.audit.targets.base import Target
 from bi_kernels.audit.targets.candidates import signature_of
 from bi_kernels.audit.targets.fresh_memory import poisoned_memory
+from bi_kernels.audit.targets.outputs import leaves
 from bi_kernels.contract import CONTRACT, dtype_name
 from bi_kernels.tokens import TokenLayout
 
@@ -124,6 +124,8 @@ class CallableTarget(Target):
         self.trained: dict[str, torch.Tensor] = {}  # the gradients of the whole batch, where there is a backward
         self.batched: frozenset[str] = frozenset()
         self.dims: list[int | None] = []
+        self.listed = False  # whether a list may hold one entry a sample
+        self.unread: set[str] = set()  # types of what it returned that are neither tensors nor numbers
         first(self)
         self._find_batched(shared)
 
@@ -149,6 +151,11 @@ class CallableTarget(Target):
             for self.batched in map(frozenset, subsets):
                 try:
                     part, reverse = self.call(self.every[:m]), self.call(self.every[::-1])
+                    if len(part) != len(whole) and not self.listed:
+                        self.listed = True
+                        whole, part, reverse = (
+                            self.call(self.every[at]) for at in (slice(None), slice(m), slice(None, None, -1))
+                        )
                 except Exception as error:
                     why = why or f"with {m} of {self.count} samples {place} it raised {sentence(error)}"
                     continue
@@ -226,13 +233,19 @@ class CallableTarget(Target):
         with contextlib.nullcontext() if self.compiled else poisoned_memory(self.calls):
             y = self.returned(self.function, arguments)
         self.changed |= {k for k, v in versions.items() if arguments[k]._version != v} - set(self.outputs)
-        found = [arguments[k] for k in self.outputs] or [t for t in tree_leaves(y) if isinstance(t, torch.Tensor)]
+        found = [arguments[k] for k in self.outputs] or self.found_in(y, arguments[self.first].shape[self.batch])
         if not found:
             raise TypeError(
                 f"{self.name} returned {type(y).__name__}, expected a tensor or several; if it writes into an "
                 "argument, name that one in the parameter outputs"
             )
         return found
+
+    def found_in(self, y, samples: int) -> list[torch.Tensor]:
+        """Returns the tensors in what a call on so many samples returned, and notes what else is there."""
+        every = leaves(y, samples * self.listed)
+        self.unread |= {type(v).__name__ for v in every if not isinstance(v, torch.Tensor)}
+        return [v for v in every if isinstance(v, torch.Tensor)]
 
     def returned(self, function: Callable, arguments: dict):
         given = list(arguments.items())

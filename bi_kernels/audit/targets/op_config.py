@@ -1,7 +1,7 @@
 """A problem: an op at one shape, dtype and device, with the inputs that it is judged on."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -25,6 +25,7 @@ class OpConfig:
     seed: int = 0
     sizes: dict[str, int] = field(default_factory=dict)  # dimensions in place of the shape set's
     brief: bool = False  # a variant beside the op that it is of, which is asked everything: see [sweep.variant]
+    first: bool = True  # of the op's cases and dtypes, asked what depends on neither
 
     @property
     def dims(self) -> dict[str, int]:
@@ -137,4 +138,6 @@ def problems(
         if one in (None, case) or one not in op.cases(shapes)
         for d in dtypes
     ]
-    return [p for p in found if not p.brief or len(dtypes) == 1 or dtype_name(p.dtype) in VARIANT["dtypes"]]
+    found = [p for p in found if not p.brief or len(dtypes) == 1 or dtype_name(p.dtype) in VARIANT["dtypes"]]
+    firsts = {p.op.name: p for p in reversed(found)}
+    return [replace(p, first=p is firsts[p.op.name]) for p in found]
