@@ -5,6 +5,7 @@ it. The relations are the audits' own.
 """
 
 import contextlib
+import copy
 import inspect
 import sys
 import time
@@ -163,7 +164,7 @@ def audit(
         said = {"against": "at the start", "rows": t.count, "detail": "the same call before and after all others"}
         last = lambda: t.compared(DETERMINISM, AT_END, t.whole(), whole["given"], **said, axes=[Kind.BEFORE])
         ask(DETERMINISM, {AT_END: last})
-    ask(STATIC, {LEVELS: partial(_static, t)})  # last: watched, a function is compiled anew
+    ask(STATIC, {LEVELS: partial(_static, t, backward is not False)})  # last: watched, a function is compiled anew
     t.deadline = many.deadline = started + seconds
     voice = Voice(name, len(steps), quiet)
     voice.say(f"{name}: {t.read()}; checks in {len(steps)} step{'s' * (len(steps) > 1)}, at most {seconds:g} s")
@@ -258,12 +259,17 @@ def _again(t: CallableTarget) -> list[Row]:
     return t.differences(DETERMINISM, "backward", t.step.gradients(), t.trained, **said)
 
 
-def _static(t: CallableTarget) -> list[Row]:
-    """Examines source, PTX and SASS of what one call, and its backward, launch."""
+def _static(t: CallableTarget, backward: bool) -> list[Row]:
+    """Examines source, PTX and SASS of what two calls, and their backward, launch. In the second each sample stands
+    twice, so that indices do not differ by chance."""
+    pairs = copy.copy(t)
+    pairs.values = t.take([i // 2 for i in t.every])
     with recorded() as launches:
         try:
-            t.call(t.every)
-            Step(t).gradients()
+            for made in (t, pairs):
+                made.call(t.every)
+                if backward:
+                    Step(made).gradients()
         except Exception:  # it is a row of its own
             pass
         finally:

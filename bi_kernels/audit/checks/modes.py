@@ -137,7 +137,7 @@ def modes(t: CallableTarget) -> dict[str, Callable]:
     """Returns what enters each mode but the one in which a target is judged, without gradients."""
     found = {WANTED: torch.enable_grad, INFERENCE: torch.inference_mode, DETERMINISTIC: deterministic}
     found[AUTOCAST] = partial(torch.autocast, t.device.type, torch.bfloat16)
-    if t.module and not any(map(_by_design, t.module.modules())):
+    if t.module is not None and not any(map(_by_design, t.module.modules())):
         found["eval()" if t.module.training else "train()"] = partial(_switched, t.module)
     return found
 

@@ -88,7 +88,7 @@ def _after(t: CallableTarget, layout: str, before: Callable, whole: list[Tensor]
 def _weights(t: CallableTarget) -> dict[str, Tensor]:
     """Returns what may be updated between two calls: a module's parameters, the floating tensors that all samples
     share."""
-    if t.module:
+    if t.module is not None:
         return {k: p for k, p in t.module.named_parameters() if p.is_floating_point()}
     rest = tensors(t.values).items()
     return {k: v for k, v in rest if k not in t.batched and k not in t.outputs and v.is_floating_point()}
@@ -97,11 +97,11 @@ def _weights(t: CallableTarget) -> dict[str, Tensor]:
 def _updated(t: CallableTarget, whole: list[Tensor]) -> list[Row]:
     """Updates weights in place between two calls, as an optimizer does: the second call must have the results of fresh
     tensors that hold the same, and not those of the first. A module gets its own values back."""
-    own = _weights(t)
-    weights = own if t.module else {k: v.clone() for k, v in own.items()}
+    own, of_module = _weights(t), t.module is not None
+    weights = own if of_module else {k: v.clone() for k, v in own.items()}
     kept = {k: v.detach().clone() for k, v in weights.items()}
     moved_of = lambda v: v.clone().mul_(0.5).add_(v.flip(0) if v.dim() else v, alpha=0.25)  # as an optimizer might
-    called = lambda weights: [y.clone() for y in t.called({} if t.module else weights)]
+    called = lambda weights: [y.clone() for y in t.called({} if of_module else weights)]
     try:
         moved = {k: moved_of(v) for k, v in kept.items()}
     except (NotImplementedError, RuntimeError, TypeError) as error:  # such as of quantised weights
@@ -113,8 +113,8 @@ def _updated(t: CallableTarget, whole: list[Tensor]) -> list[Row]:
                 v.copy_(moved[k])
         fresh = {k: v.detach().clone() for k, v in weights.items()}  # before the call: it may write into them
         found = called(weights)
-        instead = {k: torch.nn.Parameter(fresh[k], p.requires_grad) for k, p in own.items()} if t.module else {}
-        with _reparametrize_module(t.module, instead, tie_weights=True) if t.module else contextlib.nullcontext():
+        instead = {k: torch.nn.Parameter(fresh[k], p.requires_grad) for k, p in own.items()} if of_module else {}
+        with _reparametrize_module(t.module, instead, tie_weights=True) if of_module else contextlib.nullcontext():
             wanted = called(fresh)
     finally:
         with torch.no_grad():
@@ -122,7 +122,7 @@ def _updated(t: CallableTarget, whole: list[Tensor]) -> list[Row]:
                 v.copy_(kept[k])
     said = {"against": "fresh tensors of equal values", "rows": t.count, "axes": [Kind.HISTORY]}
     rows = t.compared("invariance", UPDATED, found, wanted, **said)
-    unmoved = whole and t.module and not any(compare(a, b).mismatches for a, b in zip(found, whole))
+    unmoved = whole and of_module and not any(compare(a, b).mismatches for a, b in zip(found, whole))
     if unmoved and any(k[1:] in own and bool(g.any()) for k, g in t.trained.items()):
         stale = "the update changed nothing, although backward leaves the weights a gradient"
         rows.append(t.row("invariance", UPDATED, tensor=t.output_name(t.judged[0]), detail=stale, **said))

@@ -93,7 +93,7 @@ def _of_loss(loss: Callable, out, geometry: Geometry, device, layout: str) -> to
 @contextlib.contextmanager
 def _restored(module: nn.Module | None) -> Iterator[None]:
     """Restores gradients, buffers and random generators on exit."""
-    parameters, buffers = ([*module.parameters()], [*module.buffers()]) if module else ([], [])
+    parameters, buffers = ([*module.parameters()], [*module.buffers()]) if module is not None else ([], [])
     before, values = [p.grad for p in parameters], [b.detach().clone() for b in buffers]
     folded = [{k: p.__dict__.pop(k) for k in FOLDED if k in p.__dict__} for p in parameters]
     with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
@@ -126,9 +126,9 @@ def step(
     """Runs a layout; edits: of events, by where they are; traced=False: as the user's own code would; keep: the
     parameters whose gradients the run holds."""
     module = model if isinstance(model, nn.Module) else None
-    parameters = dict(module.named_parameters()) if module else {}
-    own = parameters | (dict(module.named_buffers()) if module else {})
-    modules = module.named_modules() if module else ()
+    parameters = dict(module.named_parameters()) if module is not None else {}
+    own = parameters | (dict(module.named_buffers()) if module is not None else {})
+    modules = module.named_modules() if module is not None else ()
     names = {id(m): name.replace("_orig_mod.", "").removesuffix("_orig_mod") for name, m in modules}
     trace = Trace(names, {t.untyped_storage()._cdata: name for name, t in own.items()}, edits or {}, programs)
     backward = backward and plan.trains
