@@ -33,7 +33,17 @@ from bi_kernels.audit.checks.modes import judged, modes
 from bi_kernels.audit.checks.order import history
 from bi_kernels.audit.checks.sequences import sequence_gradients, sequences
 from bi_kernels.audit.executor import ForkServer
-from bi_kernels.audit.findings import ACCURACY, DETERMINISM, INVARIANCE, NEEDS_FIX, Row, needs_fix, sentence
+from bi_kernels.audit.findings import (
+    ACCURACY,
+    DETERMINISM,
+    INVARIANCE,
+    LATE,
+    NEEDS_FIX,
+    UNSUPPORTED,
+    Row,
+    needs_fix,
+    sentence,
+)
 from bi_kernels.audit.progress import Voice
 from bi_kernels.audit.report.any_callable import Report
 from bi_kernels.audit.reproduce.callable import export
@@ -50,7 +60,6 @@ from bi_kernels.scalars import check_number, check_type, integer_of, strings_of,
 
 RECOMPILES = 256
 AT_END = "at the end"
-NOT_RUN = "not run"  # layout of a row of what the budget left no time for
 TRAINED = ("permuted", "padded", "left_padded", "micro_batches:ragged", "neighbours:nonfinite")  # layouts of a backward
 EACH = 64  # samples up to which each is a micro-batch of its own
 
@@ -88,15 +97,15 @@ def audit(
     """Judges whether a sample's result, and every gradient, depends on what else is in the batch.
 
     fn(*inputs, **constants) is called on parts of the batch, in other orders, beside other samples and beside NaN; a
-    callable may be a function, an nn.Module (its parameters' gradients are judged too), a compiled function or a
-    Triton launcher (name what it writes into: outputs=("out",)). batch: the dimension of the first tensor that counts
-    samples; which other tensors hold a row a sample is found out, or said with shared=("weight",). reference: an
-    fp64-able callable of the same signature, for accuracy. backward: None judges gradients where there is a backward.
-    seconds: the budget; what it did not reach needs a fix and says so. names: of the inputs, where fn's signature has
-    none. candidate: how a reproducer imports fn, as in file.py:fn; imports: lines that make `fn` in it, instead of a
-    pickle of what has no such name; folder: where it goes. What torch.compile made in this process, it makes again
-    afterwards. It says on stderr what it asks and what it finds, as it goes, unless quiet; record: is called with all
-    rows so far. Raises ValueError or TypeError with one sentence where fn cannot be judged at all.
+    callable may be a function, an nn.Module (its parameters' gradients are judged too), a compiled function or a Triton
+    launcher (name what it writes into: outputs=("out",)). batch: the dimension of the first tensor that counts samples;
+    which other tensors hold a row a sample is found out, or said with shared=("weight",). reference: an fp64-able
+    callable of the same signature, for accuracy. backward: None judges gradients where there is a backward. seconds:
+    the budget; what it did not reach is unsupported, and the report does not pass. names: of the inputs, where fn's
+    signature has none. candidate: how a reproducer imports fn, as in file.py:fn; imports: lines that make `fn` in it,
+    instead of a pickle of what has no such name; folder: where it goes. What torch.compile made in this process, it
+    makes again afterwards. It says on stderr what it asks and what it finds, as it goes, unless quiet; record: is
+    called with all rows so far. Raises ValueError or TypeError with one sentence where fn cannot be judged at all.
     """
     if not callable(fn):
         raise TypeError(f"fn is {truncated_repr(fn)}, expected a callable")
@@ -213,7 +222,7 @@ def _rows(t: CallableTarget, steps: Iterable[tuple[str, str, Callable]], spent: 
             late.setdefault(relation, []).append(layout)
     for relation, missing in late.items():
         listed = f"{', '.join(missing[:4])}{' …' * (len(missing) > 4)}"
-        yield [t.row(relation, NOT_RUN, detail=f"{listed}: {spent}")]
+        yield [t.row(relation, LATE, verdict=UNSUPPORTED, detail=f"{listed}: {spent}")]
 
 
 def _notes(t: CallableTarget, rows: list[Row]) -> list[str]:

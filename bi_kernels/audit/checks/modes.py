@@ -19,7 +19,7 @@ from bi_kernels.audit.targets.op_step import Step
 
 INFERENCE, DETERMINISTIC, AUTOCAST = "inference_mode", "deterministic algorithms", "autocast"
 DEFAULT = "bf16 as torch's default dtype"
-WANTED, FEW = "a gradient wanted", ", few samples"
+WANTED, FEW, CAPTURED = "a gradient wanted", ", few samples", "captured"
 
 
 @contextlib.contextmanager
@@ -79,20 +79,6 @@ def op_modes(u: Step) -> dict[str, Variant]:
             raise NotImplementedError(f"compiled, a bare kernel is traced into Triton's interpreter: {error}") from None
         return made, u.base | untrained(u.results)
 
-    def captured() -> tuple[Results, Results]:
-        tensors, told = u.arguments(u.call, *u.parts(u.others()))
-        values, _ = u.arguments(u.call, *u.parts(u.inputs()))
-        with torch.no_grad():
-            u.subject.function(*tensors, **told)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                out = u.subject.outputs(u.subject.function(*tensors, **told))
-            for into, value in zip(tensors, values):
-                into.copy_(value)
-            graph.replay()
-            torch.cuda.synchronize()
-        return u.named(out), u.results
-
     found = {
         INFERENCE: inference,
         DETERMINISTIC: lambda: within(deterministic),
@@ -101,7 +87,29 @@ def op_modes(u: Step) -> dict[str, Variant]:
         "compiled": compiled,
         CHECKPOINTED: lambda: checkpointed(u),
     }
-    return found | ({"captured": captured} if device == "cuda" else {})
+    return found | ({CAPTURED: partial(captured, u)} if device == "cuda" else {})
+
+
+def captured(u: Step) -> tuple[Results, Results]:
+    """Compares what a CUDA graph of the call gives for other numbers. Raises NotImplementedError for a candidate that
+    cannot be captured."""
+    tensors, told = u.arguments(u.call, *u.parts(u.others()))
+    values, _ = u.arguments(u.call, *u.parts(u.inputs()))
+    with torch.no_grad():
+        u.subject.function(*tensors, **told)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                out = u.subject.outputs(u.subject.function(*tensors, **told))
+        except Exception as error:
+            if u.subject.candidate == "bi_kernels":
+                raise
+            raise NotImplementedError(f"{CAPTURED}: {sentence(error)}") from error
+        for into, value in zip(tensors, values):
+            into.copy_(value)
+        graph.replay()
+        torch.cuda.synchronize()
+    return u.named(out), u.results
 
 
 def untrained(made: Results) -> Results:

@@ -145,7 +145,9 @@ def _given(func, args: tuple, kwargs: dict) -> dict:
 def _adds(name: str, func, args: tuple, kwargs: dict) -> bool:
     """Tells whether a scatter adds to what is there."""
     given = _given(func, args, kwargs)
-    return bool(SCATTERS.fullmatch(name)) or any(given.get(a) is not None and given[a] is not False for a in ACCUMULATES)
+    return bool(SCATTERS.fullmatch(name)) or any(
+        given.get(a) is not None and given[a] is not False for a in ACCUMULATES
+    )
 
 
 def _collides(name: str, func, args: tuple, kwargs: dict) -> bool:
