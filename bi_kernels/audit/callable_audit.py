@@ -29,7 +29,7 @@ from bi_kernels.audit.checks.any_callable import (
     requests,
 )
 from bi_kernels.audit.checks.memory import backward_memory, memory
-from bi_kernels.audit.checks.modes import judged, modes
+from bi_kernels.audit.checks.modes import WANTED, judged, modes, refuses
 from bi_kernels.audit.checks.order import history
 from bi_kernels.audit.checks.sequences import sequence_gradients, sequences
 from bi_kernels.audit.executor import ForkServer
@@ -162,8 +162,8 @@ def audit(
                 ask(DETERMINISM, {"backward": partial(_again, t)})
                 ask(INVARIANCE, _of_sequences(t, INVARIANCE, sequence_gradients))
             except Exception as error:
-                if missing := isinstance(error, NoBackward):
-                    notes.append(f"Its backward was not judged: {error}.")
+                if missing := isinstance(error, NoBackward) or refuses(t, WANTED):
+                    notes.append(f"Its backward was not judged: {str(error).rstrip('.')}.")
                 if backward or not missing:
                     rows.append(t.row(INVARIANCE, "whole batch", detail=f"raised {sentence(error)}"))
         if reference is not None:

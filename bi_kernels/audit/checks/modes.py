@@ -161,6 +161,15 @@ def in_mode(t: CallableTarget, mode: str, samples: list[int]) -> list[Tensor]:
     return [y.detach().clone() for y in t.rows(outputs, len(samples))]
 
 
+def refuses(t: CallableTarget, mode: str) -> bool:
+    """Tells whether a callable raises in a mode."""
+    try:
+        in_mode(t, mode, t.every)
+    except REFUSALS:
+        return True
+    return False
+
+
 def judged(t: CallableTarget, mode: str, whole: list[Tensor]) -> list[Row]:
     """Compares the whole batch in a mode with `whole`, and few samples in it with the whole batch in it. Autocast may
     compute otherwise, for all samples alike. A callable that refuses a gradient or autocast, and says so, is not
