@@ -595,7 +595,8 @@ class Silu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dy):
-        x, s = ctx.saved_tensors[0].double(), ctx.saved_tensors[0].double().sigmoid()
+        (x,) = ctx.saved_tensors  # once: a checkpoint refuses a second time
+        s = (x := x.double()).sigmoid()
         return (dy.double() * (s + x * s * (1 - s))).to(dy.dtype)
 
 
