@@ -13,12 +13,13 @@ from bi_kernels.audit.axes import Kind
 from bi_kernels.audit.checks.requests import CHECKPOINTED, Variant, checkpointed
 from bi_kernels.audit.compare import compare
 from bi_kernels.audit.findings import UNSUPPORTED, Row, sentence
+from bi_kernels.audit.module_modes import hooked, training
 from bi_kernels.audit.step import Results
 from bi_kernels.audit.targets.any_callable import REFUSALS, CallableTarget, tensors
 from bi_kernels.audit.targets.op_step import Step
 
 INFERENCE, DETERMINISTIC, AUTOCAST = "inference_mode", "deterministic algorithms", "autocast"
-DEFAULT = "bf16 as torch's default dtype"
+HOOKED, DEFAULT = "hooks that change nothing", "bf16 as torch's default dtype"
 WANTED, FEW, CAPTURED = "a gradient wanted", ", few samples", "captured"
 
 
@@ -129,13 +130,11 @@ def _by_design(m: nn.Module) -> bool:
 @contextlib.contextmanager
 def _switched(module: nn.Module) -> Iterator[None]:
     """Puts a module that trains into eval(), and another into train(); leaves it as it was."""
-    training, buffers = {m: m.training for m in module.modules()}, [(b, b.clone()) for b in module.buffers()]
+    buffers = [(b, b.clone()) for b in module.buffers()]
     try:
-        module.train(not module.training)
-        yield
+        with training(module, not module.training):
+            yield
     finally:
-        for m, was in training.items():
-            m.training = was
         with torch.no_grad():
             for b, value in buffers:
                 b.copy_(value)
@@ -145,6 +144,8 @@ def modes(t: CallableTarget) -> dict[str, Callable]:
     """Returns what enters each mode but the one in which a target is judged, without gradients."""
     found = {WANTED: torch.enable_grad, INFERENCE: torch.inference_mode, DETERMINISTIC: deterministic}
     found[AUTOCAST] = partial(torch.autocast, t.device.type, torch.bfloat16)
+    if t.module is not None:
+        found[HOOKED] = partial(hooked, t.module)
     if t.module is not None and not any(map(_by_design, t.module.modules())):
         found["eval()" if t.module.training else "train()"] = partial(_switched, t.module)
     return found
