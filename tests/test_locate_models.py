@@ -194,9 +194,12 @@ def test_what_is_no_mode_is_one_sentence():
 
 
 def test_a_model_that_cannot_be_copied_says_so():
-    model = host(lambda m: False)
-    model.lock = threading.Lock()
-    report = locate(model, X, modes=("call:1", "call:3"), backward=False)
+    model, modes = host(lambda m: m.calls > 2), ("call:1", "call:3")
+    model.lock = threading.Lock()  # which a copy shares
+    report = locate(model, X, modes=modes, backward=False)
+    assert report.first.op == "aten.mul.Tensor" and len(report.notes) == 1 and not model[1].calls, report
+    model[1].__class__ = type("Single", (If,), {"__deepcopy__": lambda self, memo: 1 / 0})
+    report = locate(model, X, modes=modes[:1] + ("given",), backward=False)
     assert report.passed and report.notes[0].startswith("Sequential cannot be copied, so each run begins"), report
 
 

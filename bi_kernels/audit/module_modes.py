@@ -89,8 +89,18 @@ def read_mode(mode: str) -> tuple[str, int]:
 
 
 def copied(module: nn.Module) -> nn.Module:
-    """Returns a copy that shares the parameters, so that what calls leave in one is not in the other. Raises what
-    copy.deepcopy raises."""
+    """Returns a copy that shares the parameters, so that what calls leave in one is not in the other; and what cannot
+    be copied, such as a lock. Raises what copy.deepcopy raises."""
     itself = lambda of_python: of_python.__name__  # for a name, deepcopy returns what has it
+    shared = {id(p): p for p in module.parameters()}
     with patch.dict(copyreg.dispatch_table, {ModuleType: itself}):
-        return copy.deepcopy(module, {id(p): p for p in module.parameters()})
+        with contextlib.suppress(Exception):
+            return copy.deepcopy(module, dict(shared))
+        for m in module.modules():
+            for name, value in vars(m).items():
+                own = name in ("_modules", "_parameters") or isinstance(getattr(value, "__self__", None), nn.Module)
+                try:
+                    own or copy.deepcopy(value, dict(shared))
+                except Exception:
+                    shared[id(value)] = value
+        return copy.deepcopy(module, shared)
