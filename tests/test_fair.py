@@ -714,5 +714,10 @@ def test_a_lookup_whose_ids_differ_by_chance_is_still_a_scatter():
     assert [r.relation for r in needs_fix(report.rows) if "index_put" in r.detail] == ["atomics-free"], report
 
 
+def test_a_scatter_in_source_that_no_call_reached_is_still_one():
+    report = audit(lambda x: x.index_add_(0, IDS, x) if len(x) > 10**6 else x * 2, X[:5], quiet=True)
+    assert [r.relation for r in needs_fix(report.rows)] == ["atomics-free"], report
+
+
 def test_there_are_enough():
     assert len(CALLABLES) + len(CANDIDATES) >= 120
