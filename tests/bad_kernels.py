@@ -431,6 +431,14 @@ def last_backward(x, at, y):  # a row each
     return x.grad
 
 
+def permutes(x, at, y):  # no index stands twice
+    order = at.argsort()
+    x = x.index_add_(0, order, y).scatter_add_(0, order, y).index_put_((order,), y, accumulate=True)
+    x = x.index_put_((at > 0,), y[0], accumulate=True).put_(order, y, True).clone().requires_grad_()
+    (x[order] + x.gather(0, order)).backward(y)
+    return x.grad
+
+
 def writes(x, at, y):
     x.index_copy_(0, at, y).index_put_((at,), y, accumulate=False)
     return x.put_(at, y, accumulate=False).scatter_(0, at, y) + torch.bincount(at)[0]

@@ -113,6 +113,41 @@ def test_what_drifts_is_found_and_reproduced(name, tmp_path, capsys, monkeypatch
     assert ended.value.code and "elements differ" in said and not said.startswith("0 of"), report.repro.read_text()
 
 
+class If(torch.nn.Module):
+    """Multiplies, by a little more where its condition holds."""
+
+    def __init__(self, condition):
+        super().__init__()
+        self.condition, self.calls = condition, 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x * (1 + 2**-10 * bool(self.condition(self)))
+
+
+ONLY = {  # what alone catches a module, and what that looks at
+    "a gradient wanted": lambda m: torch.is_grad_enabled(),
+    "inference_mode": lambda m: torch.is_inference_mode_enabled(),
+    "hooks that change nothing": lambda m: m._forward_hooks or m._forward_pre_hooks,
+    "eval()": lambda m: not m.training,
+    "deterministic algorithms": lambda m: torch.are_deterministic_algorithms_enabled(),
+}
+
+
+@pytest.mark.parametrize("mode", slow_but(ONLY, "hooks that change nothing"))
+def test_a_module_that_is_another_in_a_mode_is_caught_by_that_alone(mode):
+    model = If(ONLY[mode])
+    report = audit(model, X[:9], quiet=True)
+    assert {r.layout for r in in_need(report)} == {mode}, report
+    assert model.training and not model._forward_hooks
+
+
+def test_a_module_that_is_another_from_the_fortieth_call_on_is_caught_at_the_end():
+    report = audit(If(lambda m: m.calls >= 40), X[:9], quiet=True)
+    assert "at the end" in {r.layout for r in in_need(report)} and not report.passed
+    assert audit(If(lambda m: False), X[:9], quiet=True).passed
+
+
 def test_a_launcher_is_judged_by_what_it_writes():
     report = audit(doubled, X, torch.empty_like(X), outputs=("out",))
     assert report.passed and next(r for r in report.rows if r.relation == "atomics-free").verdict == PASS, (
@@ -279,7 +314,8 @@ def test_the_budget_is_kept_and_said(monkeypatch):
 
     report = audit(slow, X, seconds=60.0)
     late = {r.relation: r.detail for r in report.rows if r.layout == "not run"}
-    assert report.verdict == NEEDS_FIX and 60 <= clock[0] <= 66 and set(late) >= {"invariance", "gradient invariance"}
+    assert report.verdict == UNSUPPORTED and not in_need(report) and "the budget of 60 s" in report.answer
+    assert 60 <= clock[0] <= 66 and set(late) >= {"invariance", "gradient invariance"}
     assert "rows:1, rows:2" in late["invariance"] or "permuted" in late["invariance"]
     assert "the budget of 60 s was spent, one call takes 2 s; raise the parameter seconds" in late["invariance"]
 

@@ -185,6 +185,7 @@ CASES = {
         after="assert not found.passed and found.tokens == 27 and found.equal == 18 and found.max_abs == 0.5",
     ),
     "docs/locate.md:1": Case(after="assert report.first.path.startswith('model.layers.0.') and report.first.script"),
+    "docs/locate.md:2": Case(after="assert 'aten._transformer_encoder_layer_fwd in no_grad' in report.first.op"),
 }
 LONG = ("docs/auditing.md:0", "docs/locate.md:0")
 DRIVER = """

@@ -19,7 +19,9 @@ from bi_kernels.audit.findings import NEEDS_FIX, PASS, UNSUPPORTED, Row, verdict
 from bi_kernels.audit.index import page, report
 from bi_kernels.audit.index.matrix import RELATION, cells
 from bi_kernels.audit.index.picture import ALL, NOT_JUDGED, REFUSED, SOME, WRONG, draw
+from bi_kernels.audit.options import LEVELS
 from bi_kernels.audit.report.sentences import answer, headline
+from bi_kernels.audit.runs.ci import fails
 from bi_kernels.contract import DTYPES
 from helpers import figures
 
@@ -62,6 +64,9 @@ def test_the_index_and_the_documents_have_one_word_for_one_thing():
     refused = replace(ROW, verdict=UNSUPPORTED)
     assert verdict_of([ROW, CONTROL]) == verdict_of([ROW, refused, CONTROL]) == PASS
     assert verdict_of([refused, CONTROL]) == verdict_of([refused]) == UNSUPPORTED
+    late = replace(refused, layout="not run")
+    assert verdict_of([ROW, late, CONTROL]) == UNSUPPORTED, "time was up"
+    assert [fails([vars(ROW), vars(late)], [], level) for level in LEVELS] == [False, False, True, True]
     for wrong in (
         [ROW],
         [CONTROL],

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType, SimpleNamespace
@@ -114,6 +115,103 @@ def test_a_patched_forward_is_named_by_its_module_and_line(where, tmp_path):
     assert cause.op == "compiled " * (where == "compiled") + "aten.div.Tensor" and file == "tests/test_locate_models.py"
     assert cause.path == ("" if where == "instance" else "1") and cause.script
     assert where == "compiled" or int(line) == own.__code__.co_firstlineno + 1
+
+
+class If(nn.Module):
+    """Multiplies, by a little more where its condition holds."""
+
+    def __init__(self, condition):
+        super().__init__()
+        self.condition, self.calls = condition, 0
+        self.register_buffer("ticks", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        self.ticks += 1
+        return x * (1 + 2**-10 * bool(self.condition(self)))
+
+
+def doubled(x):
+    return x * 2
+
+
+def only_hooked():
+    model = nn.Sequential(nn.Tanh(), Same())
+    model[1].register_forward_hook(lambda module, given, out: doubled(out))
+    return model
+
+
+def only_patched():
+    model = nn.Sequential(nn.Tanh(), Same())
+    model[1].forward = doubled
+    return model
+
+
+host = lambda condition: nn.Sequential(nn.Tanh(), If(condition))
+MODES = {  # a pair of modes, and a model that no other pair catches
+    ("no_grad", "grad"): host(lambda m: torch.is_grad_enabled()),
+    ("no_grad", "inference_mode"): host(lambda m: torch.is_inference_mode_enabled()),
+    ("eval", "train"): host(lambda m: m.training),
+    ("given", "hooks"): host(lambda m: m._forward_hooks or m._forward_pre_hooks),
+    ("given", "no_hooks"): only_hooked(),
+    ("given", "no_patches"): only_patched(),
+    ("call:1", "call:40"): host(lambda m: m.calls > 30),
+}
+
+
+@pytest.mark.parametrize("modes", MODES, ids=" and ".join)
+def test_a_drift_between_two_modes_is_named_and_no_other_pair_sees_it(modes, tmp_path):
+    model, grad = MODES[modes].train(), modes[1] not in ("grad", "no_hooks", "no_patches")
+    hooks, forward, state = dict(model[1]._forward_hooks), model[1].__dict__.get("forward"), dict(vars(model[1]))
+    report = locate(model, X, modes=modes, backward=False, folder=tmp_path)
+    assert vars(model[1]) == state, "each run has a copy"
+    assert [c.path for c in report.causes] == ["1"] and "aten.mul.Tensor" in report.first.op, report
+    assert report.first.source.startswith("tests/test_locate_models.py:") and report.layouts == modes
+    assert not grad or report.first.script and report.first.drift.mismatches
+    others = [("batch", "singles"), *(pair for pair in MODES if pair != modes)]
+    for pair in others:
+        told = {"modes": pair} if pair in MODES else {"layouts": pair}
+        assert (found := locate(model, X, backward=False, **told)).passed, (pair, found)
+    assert model.training and dict(model[1]._forward_hooks) == hooks and model[1].__dict__.get("forward") is forward
+
+
+def test_a_late_call_says_which_buffers_differ_and_compares_the_backward():
+    report = locate(MODES["call:1", "call:40"], X, modes=("call:1", "call:40"))
+    assert {c.direction for c in report.causes} == {"forward", "backward"}
+    assert report.notes == ["Buffers that differ before the call between call:1 and call:40: 1.ticks."]
+
+
+def test_what_is_no_mode_is_one_sentence():
+    for model, told, said in (
+        (nn.Tanh(), {"modes": ("train", "test")}, "modes holds 'test', expected given, grad, .* or call:NUMBER"),
+        (nn.Tanh(), {"modes": ("call:0", "call:1")}, "modes holds 'call:0'"),
+        (nn.Tanh(), {"modes": ("train",)}, "modes is .'train',., expected two or more different modes"),
+        (nn.Tanh(), {"modes": ("train", "eval"), "layouts": ("batch", "singles")}, "expected one layout"),
+        (torch.tanh, {"modes": ("train", "eval")}, "modes holds 'train', which needs an nn.Module"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            locate(model, X, **told)
+
+
+def test_a_model_that_cannot_be_copied_says_so():
+    model, modes = host(lambda m: m.calls > 2), ("call:1", "call:3")
+    model.lock = threading.Lock()  # which a copy shares
+    report = locate(model, X, modes=modes, backward=False)
+    assert report.first.op == "aten.mul.Tensor" and len(report.notes) == 1 and not model[1].calls, report
+    model[1].__class__ = type("Single", (If,), {"__deepcopy__": lambda self, memo: 1 / 0})
+    report = locate(model, X, modes=modes[:1] + ("given",), backward=False)
+    assert report.passed and report.notes[0].startswith("Sequential cannot be copied, so each run begins"), report
+
+
+def test_bi_audit_locates_between_modes(bi_audit, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "import torch\nfrom torch import nn\n\n"
+        "def build():\n    return nn.Sequential(nn.Tanh(), nn.Dropout()), torch.ones(3, 4, 8)\n"
+    )
+    command = "locate", "--candidate", f"{tmp_path / 'mine.py'}:build", "--forward", "--modes"
+    done = bi_audit(*command, "eval,train")
+    assert done.returncode == 1 and "eval against train" in done.out, done
+    assert bi_audit(*command, "eval,no_grad").returncode == 1 and bi_audit(*command, "eval,eval").returncode == 2
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import torch
 from conftest import assert_same_bits
 
 from bi_kernels.audit.targets.decoder import cached_logprobs
-from bi_kernels.audit.targets.model import ModelTarget, layout_rows
+from bi_kernels.audit.targets.model import ModelTarget, layout_rows, mode_rows
 from bi_kernels.model import CONFIGS, Cache, Decoder, generate, packed, padded
 from helpers.whole_model import shares
 
@@ -44,6 +44,28 @@ def test_gradients_of_a_step_on_a_rollout_are_compared(moved):
     found = shares(toy.drifts)
     assert found["chunked:2"] == found["decode"] == {"logprob": 0, "weight": moved / 8}
     assert found["prefill of a cache"] == {"logprob": 0}
+
+
+MODES = {  # what a model looks at, and the rows that name it
+    "no_grad": (lambda model: not torch.is_grad_enabled(), ["no_grad", "inference_mode"]),
+    "inference_mode": (lambda model: torch.is_inference_mode_enabled(), ["inference_mode"]),
+    "hooks": (lambda model: model._forward_hooks and model._forward_pre_hooks, ["hooks"]),
+    "eval": (lambda model: not model.training, ["eval"]),
+    "a later call": (lambda model: True, ["no_grad", "inference_mode", "hooks", "eval", "a later call"]),
+}
+
+
+@pytest.mark.parametrize("looks, named", MODES.values(), ids=MODES)
+def test_a_model_that_is_another_in_a_mode_is_named_by_it(looks, named):
+    """One call in all modes; only if it drifts, one in each."""
+    toy = Toy(0)
+    toy.model, toy.first = torch.nn.Identity(), torch.ones(3)
+    toy.logprobs = lambda: toy.first * (1 + bool(looks(toy.model)))
+    together, *each = mode_rows(toy)
+    assert together.mismatches == 3 and len(each) == 5 and [r.layout for r in each if r.mismatches] == named
+    toy.logprobs = lambda: toy.first
+    assert [r.verdict for r in mode_rows(toy)] == ["pass"]
+    assert toy.model.training and not toy.model._forward_hooks
 
 
 BIASES = dataclasses.replace(CONFIG, tied=False, qk_norm=False, qkv_bias=True, window=8)

@@ -239,7 +239,7 @@ def silu(x):
 DISPATCHED = dict.fromkeys(
     (bad.index_add, bad.scatter_add, bad.scatter_spelled_apart, bad.index_put, bad.put, bad.weighted_bincount,
      bad.scatter_reduce, bad.gather_backward), True
-) | dict.fromkeys((bad.writes, bad.logprob_backward, bad.last_backward), False)  # fmt: skip
+) | dict.fromkeys((bad.writes, bad.permutes, bad.logprob_backward, bad.last_backward), False)  # fmt: skip
 
 
 @pytest.mark.filterwarnings("ignore:The reduce argument of torch.scatter")

@@ -5,6 +5,7 @@ it. The relations are the audits' own.
 """
 
 import contextlib
+import copy
 import inspect
 import sys
 import time
@@ -28,11 +29,21 @@ from bi_kernels.audit.checks.any_callable import (
     requests,
 )
 from bi_kernels.audit.checks.memory import backward_memory, memory
-from bi_kernels.audit.checks.modes import judged, modes
+from bi_kernels.audit.checks.modes import WANTED, judged, modes, refuses
 from bi_kernels.audit.checks.order import FIRST, FirstCall, history
 from bi_kernels.audit.checks.sequences import sequence_gradients, sequences
 from bi_kernels.audit.executor import ForkServer
-from bi_kernels.audit.findings import ACCURACY, DETERMINISM, INVARIANCE, NEEDS_FIX, Row, needs_fix, sentence
+from bi_kernels.audit.findings import (
+    ACCURACY,
+    DETERMINISM,
+    INVARIANCE,
+    LATE,
+    NEEDS_FIX,
+    UNSUPPORTED,
+    Row,
+    needs_fix,
+    sentence,
+)
 from bi_kernels.audit.progress import Voice
 from bi_kernels.audit.report.any_callable import Report
 from bi_kernels.audit.reproduce.callable import export
@@ -49,7 +60,6 @@ from bi_kernels.scalars import check_number, check_type, integer_of, strings_of,
 
 RECOMPILES = 256
 AT_END = "at the end"
-NOT_RUN = "not run"  # layout of a row of what the budget left no time for
 TRAINED = ("permuted", "padded", "left_padded", "micro_batches:ragged", "neighbours:nonfinite")  # layouts of a backward
 EACH = 64  # samples up to which each is a micro-batch of its own
 
@@ -91,12 +101,12 @@ def audit(
     launcher (name what it fills: outputs=("out",); what it also reads it must return). batch: the dimension of the
     first tensor that counts samples; which other tensors hold a row a sample is found out, or said with
     shared=("weight",). reference: an fp64-able callable of the same signature, for accuracy. backward: None judges
-    gradients where there is a backward. seconds: the budget; what it did not reach needs a fix and says so. names: of
-    the inputs, where fn's signature has none. candidate: how a reproducer imports fn, as in file.py:fn; imports: lines
-    that make `fn` in it, instead of a pickle of what has no such name; folder: where it goes. What torch.compile made
-    in this process, it makes again afterwards. It says on stderr what it asks and what it finds, as it goes, unless
-    quiet; record: is called with all rows so far. Raises ValueError or TypeError with one sentence where fn cannot be
-    judged at all.
+    gradients where there is a backward. seconds: the budget; what it did not reach is unsupported, and the report does
+    not pass. names: of the inputs, where fn's signature has none. candidate: how a reproducer imports fn, as in
+    file.py:fn; imports: lines that make `fn` in it, instead of a pickle of what has no such name; folder: where it
+    goes. What torch.compile made in this process, it makes again afterwards. It says on stderr what it asks and what it
+    finds, as it goes, unless quiet; record: is called with all rows so far. Raises ValueError or TypeError with one
+    sentence where fn cannot be judged at all.
     """
     if not callable(fn):
         raise TypeError(f"fn is {truncated_repr(fn)}, expected a callable")
@@ -155,8 +165,8 @@ def audit(
                 ask(DETERMINISM, {"backward": partial(_again, t)})
                 ask(INVARIANCE, _of_sequences(t, INVARIANCE, sequence_gradients))
             except Exception as error:
-                if missing := isinstance(error, NoBackward):
-                    notes.append(f"Its backward was not judged: {error}.")
+                if missing := isinstance(error, NoBackward) or refuses(t, WANTED):
+                    notes.append(f"Its backward was not judged: {str(error).rstrip('.')}.")
                 if backward or not missing:
                     rows.append(t.row(INVARIANCE, "whole batch", detail=f"raised {sentence(error)}"))
         if reference is not None:
@@ -166,7 +176,7 @@ def audit(
         said = {"against": "at the start", "rows": t.count, "detail": "the same call before and after all others"}
         last = lambda: t.compared(DETERMINISM, AT_END, t.whole(), whole["given"], **said, axes=[Kind.BEFORE])
         ask(DETERMINISM, {AT_END: last})
-    ask(STATIC, {LEVELS: partial(_static, t)})  # last: watched, a function is compiled anew
+    ask(STATIC, {LEVELS: partial(_static, t, backward is not False)})  # last: watched, a function is compiled anew
     t.deadline = many.deadline = started + seconds
     voice = Voice(name, len(steps), quiet)
     voice.say(f"{name}: {t.read()}; checks in {len(steps)} step{'s' * (len(steps) > 1)}, at most {seconds:g} s")
@@ -215,7 +225,7 @@ def _rows(t: CallableTarget, steps: Iterable[tuple[str, str, Callable]], spent: 
             late.setdefault(relation, []).append(layout)
     for relation, missing in late.items():
         listed = f"{', '.join(missing[:4])}{' …' * (len(missing) > 4)}"
-        yield [t.row(relation, NOT_RUN, detail=f"{listed}: {spent}")]
+        yield [t.row(relation, LATE, verdict=UNSUPPORTED, detail=f"{listed}: {spent}")]
 
 
 def _notes(t: CallableTarget, rows: list[Row]) -> list[str]:
@@ -263,12 +273,17 @@ def _again(t: CallableTarget) -> list[Row]:
     return t.differences(DETERMINISM, "backward", t.step.gradients(), t.trained, **said)
 
 
-def _static(t: CallableTarget) -> list[Row]:
-    """Examines source, PTX and SASS of what one call, and its backward, launch."""
+def _static(t: CallableTarget, backward: bool) -> list[Row]:
+    """Examines source, PTX and SASS of what two calls, and their backward, launch. In the second each sample stands
+    twice, so that indices do not differ by chance."""
+    pairs = copy.copy(t)
+    pairs.values = t.take([i // 2 for i in t.every])
     with recorded() as launches:
         try:
-            t.call(t.every)
-            Step(t).gradients()
+            for made in (t, pairs):
+                made.call(t.every)
+                if backward:
+                    Step(made).gradients()
         except Exception:  # it is a row of its own
             pass
         finally:

@@ -64,17 +64,19 @@ def digest(given) -> None:
 def locate(given) -> None:
     """Names the ops of a candidate's model that drift; ends the process with 1 if one does, with 2 if what the model
     returned could not be compared."""
-    names = [name for name in given.layouts.split(",") if name]
+    names, modes = ([name for name in told.split(",") if name] for told in (given.layouts, given.modes))
     if given.record and given.against:
         raise UsageError("--record and --against are two runs; give one of them")
     if (given.record or given.against) and len(names) > 1:
         raise UsageError(f"--layouts is {given.layouts!r}, expected one layout with --record or --against")
+    if (given.record or given.against) and modes:
+        raise UsageError(f"--modes is {given.modes!r}, expected none with --record or --against")
     writable("--record", given.record and given.record / ".writable")
     with refused():
         choose(given.device)
         from bi_kernels.audit.localiser.command import run as located  # noqa: PLC0415 (triton: `choose` comes first)
 
-        told = given.candidate, names, not given.forward, given.out, given.record, given.against, given.seed
+        told = given.candidate, names, modes, not given.forward, given.out, given.record, given.against, given.seed
         found = located(*told)
     print(found)
     sys.exit(0 if isinstance(found, str) or found.passed else 1 if found.causes else 2)

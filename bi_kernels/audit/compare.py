@@ -9,7 +9,7 @@ _INTEGER = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def raw(t: torch.Tensor) -> torch.Tensor:
     """Returns the bits of `t` as integers of the same width: −0 differs from +0, and NaN payloads count."""
-    return t.contiguous().view(_INTEGER[t.element_size()])
+    return t.resolve_neg().contiguous().view(_INTEGER[t.element_size()])
 
 
 def ordered(t: torch.Tensor) -> torch.Tensor:
@@ -67,6 +67,8 @@ def compare(actual: Tensors, expected: Tensors) -> Drift:
         raise ValueError(
             f"cannot compare {actual.dtype} {tuple(actual.shape)} with {expected.dtype} {tuple(expected.shape)}"
         )
+    if actual.is_complex():
+        actual, expected = (torch.view_as_real(t.resolve_conj()) for t in (actual, expected))
     differ = raw(actual) != raw(expected)
     count = int(differ.sum())
     if not count:

@@ -13,6 +13,7 @@ PASS, NEEDS_FIX, UNSUPPORTED = "pass", "needs-fix", "unsupported"
 INVARIANCE, ACCURACY, DETERMINISM = "gradient invariance", "gradient accuracy", "determinism"  # relations
 PRECONDITION = "precondition"  # relation of a row that compares no bits, and without which others say nothing
 NOT_RUN = "required, not run"
+LATE = "not run"  # layout of a row of what a budget left no time for
 LOCALISER = "localiser"  # relation of a row that says whether it names an op
 TITLE = "# Audits\n\nWritten by `bi-audit report`"  # how an index of documents begins
 
@@ -82,13 +83,18 @@ def control_row(name: str, rows: Sequence[Row]) -> Row:
     return replace((needs_fix(rows) or rows)[0], candidate=name).as_control()
 
 
+def late(rows: Iterable[Row | dict]) -> list:
+    """Returns the rows of what a budget left no time for."""
+    return [row for row in rows if values_of(row)["layout"] == LATE]
+
+
 def verdict_of(rows: Collection[Row | dict]) -> str:
     """Returns the one word of an audit: pass if something was judged, nothing needs a fix, and there were controls, all
-    caught; unsupported if all that was asked was refused, and no control missed."""
+    caught; unsupported if all that was asked was refused, or time was up, and no control missed."""
     judged = {said["verdict"] for said in map(values_of, rows) if not said["control"]}
     if needs_fix(rows):
         return NEEDS_FIX
-    if judged == {UNSUPPORTED}:
+    if judged == {UNSUPPORTED} or late(rows):
         return UNSUPPORTED
     return PASS if PASS in judged and any(values_of(row)["control"] for row in rows) else NEEDS_FIX
 

@@ -89,15 +89,16 @@ class Bench:
 class Locate:
     """Names the first op that drifts.
 
-    Compares two layouts of a model, or two recorded runs. build() returns (model, batch) or (model, batch, loss),
-    see docs/locate.md. Exit status: 0 nothing drifts; 1 something does; 2 the command was wrong, the model raised,
-    or its output could not be compared.
+    Compares two layouts or modes of a model, or two recorded runs. build() returns (model, batch) or (model, batch,
+    loss), see docs/locate.md. Exit status: 0 nothing drifts; 1 something does; 2 the command was wrong, the model
+    raised, or its output could not be compared.
     """
 
     candidate: str = option(
         None, "file.py:build or package.module:build; build() returns (model, batch).", required=True
     )
     layouts: str = option("", "Layouts to compare. Default: batch,singles. One layout with --record or --against.")
+    modes: str = option("", "Modes to compare in one layout, as train,eval or call:1,call:40; see docs/locate.md.")
     forward: bool = option(False, "Leaves out the backward.")
     out: Path = option(None, "Folder for scripts, one for each cause.")
     record: Path = option(None, "Records one layout's run in DIR.", metavar="DIR")

@@ -11,7 +11,7 @@ import torch
 import bi_kernels
 from bi_kernels.audit.checks.ops import judge, quick
 from bi_kernels.audit.controls.run import judge_controls
-from bi_kernels.audit.findings import PASS, Row, grouped, needs_fix, verdict_of, write_rows
+from bi_kernels.audit.findings import PASS, Row, grouped, late, needs_fix, verdict_of, write_rows
 from bi_kernels.audit.parallel import Processes
 from bi_kernels.audit.parameters import choose, command, device_name, read
 from bi_kernels.audit.registry import OPS
@@ -170,4 +170,5 @@ class Session:
                 self.failures, lambda r: (r.candidate if r.control else r.op, r.case, r.dtype, r.relation)
             ).items()
         ]
+        said += [f"{r.op}: {r.detail}" for r in late(self.rows)]
         return "\n".join(said) or "nothing was judged, or no control was run"

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from rich.progress import track
 
-from bi_kernels.audit.callable_audit import NOT_RUN, audit
+from bi_kernels.audit.callable_audit import audit
 from bi_kernels.audit.callable_session import AnySession
-from bi_kernels.audit.findings import NEEDS_FIX, PASS, UNSUPPORTED, Row, sentence
+from bi_kernels.audit.findings import LATE, NEEDS_FIX, PASS, UNSUPPORTED, Row, late, needs_fix, sentence
 from bi_kernels.audit.memory import give_back, patiently
 from bi_kernels.audit.parallel import each
 from bi_kernels.audit.parameters import choose, read
@@ -187,12 +187,11 @@ def shares(lines: Sequence[dict]) -> dict[str, dict[str, float]]:
 def summary(report: Report) -> dict:
     """Returns each relation's worst drift: elements, and the largest ULP; as among the rows, it is unsupported where
     all that is wrong is that time was up."""
-    bad = [r for r in report.rows if r.verdict == NEEDS_FIX]
-    late = bool(bad) and all(r.layout == NOT_RUN for r in bad)
+    bad = [*needs_fix(report.rows), *late(report.rows)]
     why = dict.fromkeys(f"{r.relation}: {r.detail}" for r in bad if r.detail and not _seen_as_drift(r))
     drifts = [r for r in bad if r.mismatches and r.relation in RELATIONS[:3]]
     worst = max(drifts, key=lambda r: r.mismatches, default=None)
-    line = {"verdict": UNSUPPORTED if late else report.verdict, "detail": "; ".join(why), "shares": {}, "worst": worst}
+    line = {"verdict": report.verdict, "detail": "; ".join(why), "shares": {}, "worst": worst}
     for relation in RELATIONS:
         mine = [r for r in report.rows if r.relation == relation and r.verdict != UNSUPPORTED]
         most = max(
@@ -209,7 +208,7 @@ def summary(report: Report) -> dict:
             line[relation] = f"{share:.1f}% of {tensor}, {size([vars(most)])} ({most.layout})"
         else:  # it raised, or time was up
             listed = relation == "atomics-free"  # below the table, in whole lines of source
-            word = "not judged" if most.layout == NOT_RUN else most.verdict
+            word = "not judged" if most.layout == LATE else most.verdict
             share, line[relation] = float("nan"), word if listed else most.detail
         if mine:
             line["shares"][relation] = share

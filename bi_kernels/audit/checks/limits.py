@@ -252,7 +252,7 @@ def _two_samples(t: CallableTarget, a: int, b: int, upstream: list[torch.Tensor]
             leaves[k] = arguments[k].requires_grad_()
             arguments[k] = leaves[k].clone()  # so that it may work in place
     with gradients_kept(t.module), torch.set_grad_enabled(bool(leaves)):
-        prepare(t.module.parameters() if t.module else (), main_grad=False)
+        prepare(t.module.parameters() if t.module is not None else (), main_grad=False)
         outputs = t.results(arguments)
         found = dict(zip(t.output_names(), (y.detach() for y in t.rows(outputs, a + b))))
         trained = [(y, d) for y, d in zip(outputs, t.dims) if d is not None and y.requires_grad]

@@ -16,6 +16,7 @@ from bi_kernels.audit.axes import Kind
 from bi_kernels.audit.checks.requests import CHECKPOINTED, Variant, checkpointed
 from bi_kernels.audit.compare import compare
 from bi_kernels.audit.findings import UNSUPPORTED, Row, sentence
+from bi_kernels.audit.module_modes import hooked, training
 from bi_kernels.audit.step import Results
 from bi_kernels.audit.targets.any_callable import REFUSALS, CallableTarget, tensors
 from bi_kernels.audit.targets.op_step import Step
@@ -23,8 +24,8 @@ from bi_kernels.audit.targets.op_step import Step
 INFERENCE, DETERMINISTIC, AUTOCAST = "inference_mode", "deterministic algorithms", "autocast"
 AUTOCAST_FP16, PRECISION = "autocast in fp16", "other settings of matmul precision"
 DEFAULT, DEVICE = "bf16 as torch's default dtype", "another default device of torch's"
-THREAD, STREAM = "another thread", "another stream"
-WANTED, FEW = "a gradient wanted", ", few samples"
+THREAD, STREAM, HOOKED = "another thread", "another stream", "hooks that change nothing"
+WANTED, FEW, CAPTURED = "a gradient wanted", ", few samples", "captured"
 # in these a callable may compute otherwise, for all samples alike
 OTHERWISE = (AUTOCAST, AUTOCAST_FP16, PRECISION, DEFAULT, DEVICE)
 SLEEP = 40_000_000  # cycles of a GPU, in which the host launches a whole step
@@ -140,20 +141,6 @@ def op_modes(u: Step) -> dict[str, Variant]:
             raise NotImplementedError(f"compiled, a bare kernel is traced into Triton's interpreter: {error}") from None
         return made, u.base | untrained(u.results)
 
-    def captured() -> tuple[Results, Results]:
-        tensors, told = u.arguments(u.call, *u.parts(u.others()))
-        values, _ = u.arguments(u.call, *u.parts(u.inputs()))
-        with torch.no_grad():
-            u.subject.function(*tensors, **told)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                out = u.subject.outputs(u.subject.function(*tensors, **told))
-            for into, value in zip(tensors, values):
-                into.copy_(value)
-            graph.replay()
-            torch.cuda.synchronize()
-        return u.named(out), u.results
-
     found = {
         INFERENCE: inference,
         DETERMINISTIC: lambda: within(deterministic),
@@ -167,7 +154,29 @@ def op_modes(u: Step) -> dict[str, Variant]:
         found[AUTOCAST_FP16] = lambda: autocast(torch.float16)
         found[DEVICE] = lambda: within(lambda: _other_device(u))
         found |= {name: partial(at, place) for name, place in elsewhere(u.subject.problem.device).items()}
-    return found | ({"captured": captured} if device == "cuda" else {})
+    return found | ({CAPTURED: partial(captured, u)} if device == "cuda" else {})
+
+
+def captured(u: Step) -> tuple[Results, Results]:
+    """Compares what a CUDA graph of the call gives for other numbers. Raises NotImplementedError for a candidate that
+    cannot be captured."""
+    tensors, told = u.arguments(u.call, *u.parts(u.others()))
+    values, _ = u.arguments(u.call, *u.parts(u.inputs()))
+    with torch.no_grad():
+        u.subject.function(*tensors, **told)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                out = u.subject.outputs(u.subject.function(*tensors, **told))
+        except Exception as error:
+            if u.subject.candidate == "bi_kernels":
+                raise
+            raise NotImplementedError(f"{CAPTURED}: {sentence(error)}") from error
+        for into, value in zip(tensors, values):
+            into.copy_(value)
+        graph.replay()
+        torch.cuda.synchronize()
+    return u.named(out), u.results
 
 
 def asks_once(u: Step) -> bool:
@@ -199,13 +208,11 @@ def _by_design(m: nn.Module) -> bool:
 @contextlib.contextmanager
 def _switched(module: nn.Module) -> Iterator[None]:
     """Puts a module that trains into eval(), and another into train(); leaves it as it was."""
-    training, buffers = {m: m.training for m in module.modules()}, [(b, b.clone()) for b in module.buffers()]
+    buffers = [(b, b.clone()) for b in module.buffers()]
     try:
-        module.train(not module.training)
-        yield
+        with training(module, not module.training):
+            yield
     finally:
-        for m, was in training.items():
-            m.training = was
         with torch.no_grad():
             for b, value in buffers:
                 b.copy_(value)
@@ -220,7 +227,9 @@ def modes(t: CallableTarget) -> dict[str, Callable]:
         found |= {PRECISION: other_precision, DEFAULT: partial(default_dtype, torch.bfloat16)}
         found[DEVICE] = lambda: t.device  # which can be entered
     found |= dict.fromkeys(elsewhere(t.device), contextlib.nullcontext)
-    if t.module and not any(map(_by_design, t.module.modules())):
+    if t.module is not None:
+        found[HOOKED] = partial(hooked, t.module)
+    if t.module is not None and not any(map(_by_design, t.module.modules())):
         found["eval()" if t.module.training else "train()"] = partial(_switched, t.module)
     return found
 
@@ -236,6 +245,15 @@ def in_mode(t: CallableTarget, mode: str, samples: list[int]) -> list[Tensor]:
                 arguments[k] = v.requires_grad_().clone()  # which it may write into
         outputs = t.results(arguments)
     return [y.detach().clone() for y in t.rows(outputs, len(samples))]
+
+
+def refuses(t: CallableTarget, mode: str) -> bool:
+    """Tells whether a callable raises in a mode."""
+    try:
+        in_mode(t, mode, t.every)
+    except REFUSALS:
+        return True
+    return False
 
 
 def judged(t: CallableTarget, mode: str, whole: list[Tensor]) -> list[Row]:

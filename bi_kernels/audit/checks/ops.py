@@ -26,7 +26,7 @@ def judge_subject(session, number: int, wants_forward: bool, wants_backward: boo
     """Judges one of the session's subjects: its rows, and, where gradients were judged, what was launched, of which the
     static audit is left to who has seen all subjects."""
     subject = session.make()[number]
-    refused = lambda rows: any(r.verdict == UNSUPPORTED for r in rows)
+    refused = lambda rows: any(r.verdict == UNSUPPORTED and r.against != single_call.SINGLE_CALL for r in rows)
     if wants_backward:
         importlib.import_module("torch._dynamo")  # one use is compiled: what records must know before
     brief = subject.problem.brief

@@ -192,7 +192,7 @@ def _after(t: CallableTarget, layout: str, before: Callable, whole: list[Tensor]
 def _weights(t: CallableTarget) -> dict[str, Tensor]:
     """Returns what may be updated between two calls: a module's parameters and buffers, the floating tensors that all
     samples share."""
-    if t.module:
+    if t.module is not None:
         held = itertools.chain(t.module.named_parameters(), t.module.named_buffers())
         return {k: p for k, p in held if p.is_floating_point()}
     rest = tensors(t.values).items()
@@ -207,7 +207,7 @@ def _moved(weights: dict[str, Tensor]) -> list[Tensor]:
 
 def _with(t: CallableTarget, weights: dict[str, Tensor]) -> list[Tensor]:
     """Returns the outputs of a call with these weights, a module's as new parameters and buffers."""
-    if not t.module:
+    if t.module is None:
         return [y.clone() for y in t.called(weights)]
     own = _weights(t)
     wrapped = lambda k, v: torch.nn.Parameter(v, own[k].requires_grad) if isinstance(own[k], torch.nn.Parameter) else v
@@ -218,10 +218,10 @@ def _with(t: CallableTarget, weights: dict[str, Tensor]) -> list[Tensor]:
 def _updated(t: CallableTarget, whole: list[Tensor]) -> list[Row]:
     """Updates weights in place between two calls, as an optimizer does: the second call must have the results of fresh
     tensors that hold the same, and not those of the first. A module gets its own values back."""
-    own = _weights(t)
-    weights = own if t.module else {k: v.clone() for k, v in own.items()}
+    own, of_module = _weights(t), t.module is not None
+    weights = own if of_module else {k: v.clone() for k, v in own.items()}
     kept = {k: v.detach().clone() for k, v in weights.items()}
-    called = lambda weights: [y.clone() for y in t.called({} if t.module else weights)]
+    called = lambda weights: [y.clone() for y in t.called({} if of_module else weights)]
     try:
         moved = dict(zip(own, _moved(own)))
     except (NotImplementedError, RuntimeError, TypeError) as error:  # such as of quantised weights
@@ -251,7 +251,7 @@ def _updated(t: CallableTarget, whole: list[Tensor]) -> list[Row]:
 def _holding(t: CallableTarget, weights: Sequence[Tensor]) -> Iterator[dict[str, Tensor]]:
     """Yields weights by name as a call takes them: a module's own parameters and buffers hold them."""
     own = _weights(t)
-    if not t.module:
+    if t.module is None:
         yield dict(zip(own, weights))
         return
     kept = [v.data for v in own.values()]
@@ -315,7 +315,7 @@ class FirstCall:
         if t.device.type == "cpu":
             self.process = Forked(partial(_began_otherwise, t))
             return
-        held = [*tensors(t.values).values(), *(t.module.state_dict().values() if t.module else ())]
+        held = [*tensors(t.values).values(), *(t.module.state_dict().values() if t.module is not None else ())]
         try:
             if sum(v.nbytes for v in held if isinstance(v, Tensor)) > COPIED:
                 raise ValueError(f"what it holds has more than {COPIED} bytes")
@@ -370,4 +370,4 @@ def history(t: CallableTarget, whole: list[Tensor]) -> dict[str, Callable[[], li
     out[UPDATED] = partial(_updated, t, whole)
     for name, way in UNSEEN.items():
         out[f"{UNSEEN_BY} {name}"] = partial(_written, t, f"{UNSEEN_BY} {name}", way)
-    return out | ({LOADED: partial(_loaded, t)} if t.module else {})
+    return out | ({LOADED: partial(_loaded, t)} if t.module is not None else {})

@@ -204,7 +204,7 @@ def _judged(s: Sequences, layout: str, made: Callable[[], Made], excuse: str, po
 def _of(t: CallableTarget) -> Sequences | None:
     """Returns the sequences of a module that takes input_ids; None of any other callable."""
     ids = t.values.get(IDS)
-    if not t.module or ids is None or ids.dim() != 2 or ids.is_floating_point() or t.batch:
+    if t.module is None or ids is None or ids.dim() != 2 or ids.is_floating_point() or t.batch:
         return None
     with torch.no_grad():
         return Sequences(t)

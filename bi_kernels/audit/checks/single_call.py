@@ -16,10 +16,10 @@ from bi_kernels.audit.checks.memory import NO_ROWS, op_memory
 from bi_kernels.audit.checks.modes import AUTOCAST_FP16, DEVICE, PRECISION, op_modes, untrained
 from bi_kernels.audit.checks.order import FIRST, op_order
 from bi_kernels.audit.checks.placement import LATE, op_indices, op_placement
-from bi_kernels.audit.checks.requests import Variant, op_requests
+from bi_kernels.audit.checks.requests import FROZEN, FROZEN_CHECKPOINTED, Variant, op_requests
 from bi_kernels.audit.compare import Drift, compare
 from bi_kernels.audit.executor import Process, begin
-from bi_kernels.audit.findings import Row, sentence
+from bi_kernels.audit.findings import UNSUPPORTED, Row, sentence
 from bi_kernels.audit.step import Results
 from bi_kernels.audit.targets.op import CANCELLING, OpUnderTest
 from bi_kernels.audit.targets.op_step import Step
@@ -46,6 +46,7 @@ REFUSALS = dict.fromkeys([NO_ROWS, *NO_COLUMNS.values()], ("(0,", ", 0)", " is 0
 REFUSALS |= {ONE_TOKEN: ("expected (..., M, K)",), LATE: ("expected it to start at 0",)}  # a product of matrices
 REFUSALS |= {AUTOCAST_FP16: ("autocast",)}  # by torch as well, of bf16
 NAMES = {PRECISION: "precision", DEVICE: "default device"}  # by which a refusal names a way
+OF_NO_LAYOUT = FROZEN, FROZEN_CHECKPOINTED
 
 
 def by_use(subject: OpUnderTest, only: Sequence[str] = ()) -> Iterator[Row]:
@@ -67,13 +68,15 @@ def by_use(subject: OpUnderTest, only: Sequence[str] = ()) -> Iterator[Row]:
 
 def judged(subject: OpUnderTest, relation: str, name: str, asked: Variant, **said) -> Row:
     """Returns the row of one way. Refused in a sentence that names it, or the shape without rows, it passes, and says
-    so: nobody is given other bits."""
+    so: nobody is given other bits. A mode that is refused is unsupported."""
     try:
         found, expected = asked()
     except Exception as error:
         if not _refuses(subject, said.get("detail", ""), name, error):
             raise
-        return subject.row(relation, name, Drift(0, 0), **said | {"detail": f"refused: {sentence(error)}"})
+        verdict = UNSUPPORTED * (said["axes"] == [Kind.MODE] or name in OF_NO_LAYOUT)
+        told = said | {"detail": f"refused: {sentence(error)}", "verdict": verdict}
+        return subject.row(relation, name, Drift(0, 0), **told)
     drift, tensor = compared(found, expected)
     return subject.row(relation, name, drift, tensor=tensor, **said | {"side": subject.side(tensor) or Side.CALL})
 
@@ -83,6 +86,8 @@ def _refuses(subject: OpUnderTest, axis: str, name: str, error: Exception) -> bo
     batch, there are no rows or columns, or inputs are as production has them."""
     if (axis in ONCE or name in (ONE_TOKEN, NO_ROWS, *NO_COLUMNS.values())) and subject.candidate != "bi_kernels":
         return hasattr(error, "of_candidate") and "CUDA error" not in str(error)
+    if name in OF_NO_LAYOUT and subject.candidate != "bi_kernels":  # an op may ask for the layout, whatever trains
+        return "layout" in str(error)
     clear = isinstance(error, (TypeError, ValueError, NotImplementedError))
     return any(word in str(error) for word in REFUSALS.get(name, [NAMES.get(name, name)] * clear))
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from bi_kernels.audit.axes import compares_bits
-from bi_kernels.audit.findings import NEEDS_FIX, PASS, UNSUPPORTED, needs_fix, read_rows, verdict_of
+from bi_kernels.audit.findings import NEEDS_FIX, PASS, UNSUPPORTED, late, needs_fix, read_rows, verdict_of
 from bi_kernels.audit.index import goals
 from bi_kernels.audit.report import escape
 from bi_kernels.audit.report.markdown import MARK, folded, table
@@ -108,7 +108,7 @@ def title(folder: Path, rows: list[dict]) -> str:
     if verdict_of(rows) == NEEDS_FIX:
         return "a control was missed" if needs_fix(rows) else "nothing was judged"
     if verdict_of(rows) == UNSUPPORTED:
-        return "nothing could be judged"
+        return "time was up" if late(rows) else "nothing could be judged"
     if compares_bits(rows):
         return "every bit agrees"
     met = goals.read_summary(folder).partition(".")[0].partition(",")[0]

@@ -31,7 +31,14 @@ def built(spec: str) -> tuple:
 
 
 def run(
-    spec: str, layouts: list[str], backward: bool, out: Path | None, to: Path | None, other: Path | None, seed: int
+    spec: str,
+    layouts: list[str],
+    modes: list[str],
+    backward: bool,
+    out: Path | None,
+    to: Path | None,
+    other: Path | None,
+    seed: int,
 ) -> Report | str:
     """Returns the report, or a sentence on the recording."""
     torch.manual_seed(seed)
@@ -42,4 +49,4 @@ def run(
         return f"recorded {made.tokens.count} token{'s' * (made.tokens.count != 1)} of {made.layout} in {to}"
     if other:
         return compare_with(model, batch, (layouts or ["batch"])[0], other, **options)
-    return locate(model, batch, layouts or ("batch", "singles"), folder=out, **options)
+    return locate(model, batch, layouts, modes=modes, folder=out, **options)

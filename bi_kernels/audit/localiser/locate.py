@@ -1,4 +1,4 @@
-"""Finds the first op that drifts: between two layouts of a model, or between two recorded runs."""
+"""Finds the first op that drifts: between two layouts or modes of a model, or between two recorded runs."""
 
 import contextlib
 import inspect
@@ -11,22 +11,25 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from bi_kernels.audit.findings import sentence
 from bi_kernels.audit.localiser import recording
 from bi_kernels.audit.localiser.compare import BACKWARD, PARAMETER, Cause, Comparison
 from bi_kernels.audit.localiser.repair import look_into
 from bi_kernels.audit.localiser.report import Report
 from bi_kernels.audit.localiser.tracing.layouts import MASK, Plan, name_of, plan
 from bi_kernels.audit.localiser.tracing.run import Run, freeze, step
+from bi_kernels.audit.module_modes import GIVEN, OF_GRADIENTS, copied, read_mode
 from bi_kernels.checks import check_numbers
 from bi_kernels.scalars import check_flag, check_type, integer_of, strings_of, truncated_repr
 
 ROUNDS = 6
+LAYOUTS = "batch", "singles"
 
 
 def locate(
     model: nn.Module | Callable,
     batch,
-    layouts: Sequence[str] = ("batch", "singles"),
+    layouts: Sequence[str] = (),
     loss: Callable | None = None,
     backward: bool = True,
     calls: Callable | None = None,
@@ -34,24 +37,30 @@ def locate(
     rounds: int = ROUNDS,
     folder: str | Path | None = None,
     measure: bool = False,
+    modes: Sequence[str] = (),
 ) -> Report:
-    """Runs a model in two or more layouts and returns a report of the ops whose inputs agree and outputs differ.
+    """Runs a model in two or more layouts, or modes, and returns a report of the ops whose inputs agree and outputs
+    differ.
 
     model: a bi_kernels.model.Decoder, a Transformers causal LM, any other module, or a function.
     batch: token ids, a 1-D tensor a sample, for the first two; else a tensor whose dimension 0 counts samples and, of
         (B, L, F) floating or (B, L) integers, dimension 1 positions; or a list, a tensor a sample; or a
         dict of these, by the names of arguments.
-    layouts: of which each is compared with the first; docs/locate.md says which model supports which.
+    layouts: of which each is compared with the first, ("batch", "singles") unless given; docs/locate.md says which
+        model supports which.
     loss: loss(output, tokens), a value a token, where tokens is (rows, width, 2), the sample and position of each
         place, −1 for padding. Without it, logprobs of language models and any other output are weighed by random
         numbers, each token's own, and divided by the number of tokens of the step.
     calls: calls(batch, layout), for a packing of your own: a list of (args, kwargs, tokens), tokens as above.
     rounds: after each, the drifting ops' outputs are repaired, and others looked for.
     folder: where a reproducer of each cause is written; measure: time a plain step too, once it is warm.
+    modes: in place of several layouts, ways to call a module in one of them, each compared with the first: "given",
+        "grad", "no_grad", "inference_mode", "train", "eval", "hooks", "no_hooks", "no_patches", "call:40".
 
-    Raises ValueError: a layout that the model does not support, a batch that it does not take, a model on two devices.
+    Raises ValueError: a layout or mode that the model does not support, a batch that it does not take, a model on two
+    devices.
     """
-    layouts = _checked(model, layouts)
+    layouts, modes = _checked(model, layouts, modes)
     if isinstance(batch, torch.Tensor):
         check_numbers("locate", "batch", batch)
         if not batch.dim() or batch.grad_fn is not None:
@@ -66,31 +75,56 @@ def locate(
     for label, given in (("loss", loss), ("calls", calls)):
         check_type("locate", label, given, (Callable, NoneType), "a callable")
     plans = {name: plan(model, batch, name, calls) for name in layouts}
-    backward = backward and all(p.trains for p in plans.values())
-    first, *others = layouts
-    report = Report(name_of(model), tuple(layouts), tokens=plans[first].tokens.count)
+    backward = backward and all(p.trains for p in plans.values()) and not OF_GRADIENTS.keys() & {*modes}
+    first, *others = modes or layouts
+    report = Report(name_of(model), (first, *others), tokens=plans[layouts[0]].tokens.count)
     go = partial(step, model, loss=loss, backward=backward, seed=seed)
+    if modes:
+        go = partial(_in_mode, model, partial(plan, batch=batch, layout=layouts[0], calls=calls), report, go.keywords)
+        plans = {mode: mode for mode in modes}
     plain = {}
-    for layout, one in plans.items():
+    for layout, one in () if modes else plans.items():  # a mode's first call is the one that is traced
         for _ in range(1 + measure):  # the first of two compiles
             plain[layout] = go(one, traced=False).seconds
     runs = {layout: freeze(go(one)) for layout, one in plans.items()}
-    report.overhead = max(runs[k].seconds / plain[k] for k in runs)
+    report.overhead = max((runs[k].seconds / plain[k] for k in plain), default=float("nan"))
     report.digest_share = max(r.digest_bytes / r.activation_bytes if r.activation_bytes else 0.0 for r in runs.values())
     for other in others:
         _pair(report, go, (plans[first], plans[other]), runs[first], runs[other], rounds, folder)
-    if report.causes and (said := _padding(model, [*plans.values()], seed)):
+    if report.causes and not modes and (said := _padding(model, [*plans.values()], seed)):
         report.warnings.append(said)
     return report
 
 
-def _checked(model, layouts: Sequence[str]) -> list[str]:
+def _checked(model, layouts: Sequence[str], modes: Sequence[str]) -> tuple[list[str], list[str]]:
     if not callable(model):
         raise ValueError(f"model is a {type(model).__name__}, expected an nn.Module or a function")
-    if isinstance(layouts, str) or len(dict.fromkeys(strings_of("locate", "layouts", layouts))) < 2:
-        raise ValueError(f"layouts is {truncated_repr(layouts)}, expected two or more different layouts")
+    layouts = layouts if isinstance(layouts, str) else layouts or LAYOUTS[: 1 if modes else None]
+    given = {"layouts": layouts, "modes": modes} if modes else {"layouts": layouts}
+    for name, values in given.items():
+        least = 1 if modes and name == "layouts" else 2
+        different = () if isinstance(values, str) else dict.fromkeys(strings_of("locate", name, values))
+        if len(different) < least or least == 1 < len(different):
+            expected = f"one layout, of which {len(modes)} modes are compared" if least == 1 else f"different {name}"
+            raise ValueError(f"{name} is {truncated_repr(values)}, expected {'two or more ' * (least == 2)}{expected}")
+    for mode in modes:
+        if not isinstance(model, nn.Module) and read_mode(mode)[0] not in (GIVEN, *OF_GRADIENTS):
+            raise ValueError(f"modes holds {mode!r}, which needs an nn.Module, and model is {name_of(model)}")
     check_one_device(model)
-    return list(dict.fromkeys(layouts))
+    return list(dict.fromkeys(layouts)), list(dict.fromkeys(modes))
+
+
+def _in_mode(model, plan_of: Callable, report: Report, options: dict, mode: str, **how) -> Run:
+    """Runs a copy of a model in a mode: what one run leaves in it must not be there in the next."""
+    try:
+        subject = copied(model) if isinstance(model, nn.Module) else model
+    except Exception as error:
+        subject, said = model, f"{report.model} cannot be copied, so each run begins where the last ended"
+        if (note := f"{said}: {sentence(error)}.") not in report.notes:
+            report.notes.append(note)
+    made = plan_of(subject)
+    made.layout = mode
+    return step(subject, made, mode=mode, **options, **how)
 
 
 def check_one_device(model) -> None:
@@ -122,6 +156,9 @@ def _padding(model: nn.Module | Callable, plans: Sequence[Plan], seed: int) -> s
 def _noted(report: Report, a: Run, b: Run) -> Comparison:
     """Compares two runs and notes how much of them. Raises ValueError where nothing could be compared."""
     comparison = Comparison(a, b)
+    if moved := [k for k, digest in a.buffers.items() if b.buffers.get(k, digest) != digest]:
+        listed = ", ".join(moved[:5]) + " …" * (len(moved) > 5)
+        report.notes.append(f"Buffers that differ before the call between {a.layout} and {b.layout}: {listed}.")
     report.events = len(comparison.canonical)
     report.compared += sum(p is not None for p in comparison.pairs.values())
     report.by_op += comparison.unaligned

@@ -4,7 +4,7 @@ import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bi_kernels.audit.findings import NEEDS_FIX, PASS, UNSUPPORTED, Row
+from bi_kernels.audit.findings import NEEDS_FIX, PASS, UNSUPPORTED, Row, late
 from bi_kernels.audit.report import escape, tables
 from bi_kernels.audit.report.groups import group_rows, remaining, terminal, wrapped
 from bi_kernels.audit.report.sentences import answer
@@ -27,7 +27,8 @@ class Report:
     @property
     def verdict(self) -> str:
         found = {r.verdict for r in self.rows}
-        return NEEDS_FIX if NEEDS_FIX in found else PASS if PASS in found else UNSUPPORTED
+        passes = PASS in found and not late(self.rows)
+        return NEEDS_FIX if NEEDS_FIX in found else PASS if passes else UNSUPPORTED
 
     @property
     def passed(self) -> bool:

@@ -5,7 +5,17 @@ from collections.abc import Collection, Iterable, Sequence
 from textwrap import shorten
 
 from bi_kernels.audit.axes import BITS, HASH, INVARIANCES, RANK, SIDES, WHOLE, Kind, Side, by_kind, side
-from bi_kernels.audit.findings import NEEDS_FIX, PASS, PRECONDITION, UNSUPPORTED, Row, grouped, needs_fix, values_of
+from bi_kernels.audit.findings import (
+    LATE,
+    NEEDS_FIX,
+    PASS,
+    PRECONDITION,
+    UNSUPPORTED,
+    Row,
+    grouped,
+    needs_fix,
+    values_of,
+)
 from bi_kernels.audit.report import escape
 from bi_kernels.audit.report.sizes import in_words, share_of
 
@@ -231,13 +241,14 @@ def _passed(every: list[dict]) -> str:
     parts += [f"errors are at most {shares} × the bound"] if shares else []
     parts += ["nothing that was checked needs a fix"] if not parts else []
     parts += [f"refused as the contract says: {', '.join(wanted)}"] if wanted else []
-    what = ", ".join(
-        dict.fromkeys(
-            r["relation"] if r["relation"] == "atomics-free" else r["layout"] or f"{r['relation']} of {r['op']}"
-            for r in refused
-        )
-    )
+    what = ", ".join(dict.fromkeys(_not_judged(r) for r in refused))
     return "; ".join([*parts, *[f"not judged: {escape.line(what)[:LONGEST]}"] * bool(refused)])
+
+
+def _not_judged(r: dict) -> str:
+    if r["layout"] == LATE:
+        return r["detail"]
+    return r["relation"] if r["relation"] == "atomics-free" else r["layout"] or f"{r['relation']} of {r['op']}"
 
 
 def names(rows: Sequence[dict]) -> str:

@@ -78,7 +78,7 @@ class Writer:
         inputs, constants = ([*held.values()][: t.positional], {k: held[k] for k in names[t.positional :]})
         given = {"inputs": inputs, "constants": constants, "batch": t.batch, "outputs": t.outputs}
         given |= {"shared": [k for k in tensors(held) if k not in t.batched], "name": t.name, "seed": t.seed}
-        weights = {"weights": t.module.state_dict()} if t.module else {}
+        weights = {"weights": t.module.state_dict()} if t.module is not None else {}
         pickled = {"function": self.pickled} if self.pickled else {}
         torch.save(given | {"names": names[: t.positional]} | weights | pickled, self.data)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from junitparser import Error, Failure, JUnitXml, Skipped, TestCase, TestSuite
 
 from bi_kernels.audit.axes import BITS
-from bi_kernels.audit.findings import LOCALISER, UNSUPPORTED, grouped, needs_fix
+from bi_kernels.audit.findings import LOCALISER, UNSUPPORTED, grouped, late, needs_fix
 from bi_kernels.audit.options import LEVELS
 from bi_kernels.audit.report import escape
 from bi_kernels.audit.report.groups import group_rows, terminal, where, wrapped
@@ -27,7 +27,7 @@ def fails(rows: list[dict], warnings: Sequence[str], level: str) -> bool:
     """Tells whether `rows` or `warnings` fail a run at a level of LEVELS."""
     rank = LEVELS.index(level)
     wrong = [r for r in needs_fix(rows) if rank >= 2 or r["control"] or r["relation"] in DRIFT]
-    return bool(rank >= 1 and wrong or rank >= 3 and warnings)
+    return bool(rank >= 1 and wrong or rank >= 2 and late(rows) or rank >= 3 and warnings)
 
 
 def cases(rows: list[dict]) -> dict[tuple, list[dict]]:

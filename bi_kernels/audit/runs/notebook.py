@@ -21,7 +21,7 @@ from nbformat.v4 import new_code_cell, new_output
 from traitlets.config import Config
 
 from bi_kernels.audit.faults import CannotJudge
-from bi_kernels.audit.findings import needs_fix, read_rows, write_rows
+from bi_kernels.audit.findings import late, needs_fix, read_rows, write_rows
 from bi_kernels.audit.index import report
 from bi_kernels.audit.runs import folder
 
@@ -142,7 +142,7 @@ def write(built: Path, place: Path, title: str, parameters: dict, error: str = "
         notebook = nbformat.read(file, as_version=4)
         clean(notebook)
         nbformat.write(notebook, file)
-        whole = whole or report.raised(notebook.cells[-1]) and bool(needs_fix(rows))
+        whole = whole or report.raised(notebook.cells[-1]) and bool(needs_fix(rows) or late(rows))
         try:
             body, figures = report.markdown(notebook, place.name)
         except Exception as why:  # what was recorded is worth more than how it looks

@@ -34,6 +34,7 @@ class Finding:
     line: int  # in the function's source file; 0 where the level does not know
     code: str
     level: str  # AST, PTX or SASS; torch: seen when dispatched; launch: when launched; size: what it asks for
+    op: str = ""  # that source names, of a scatter
 
     def __str__(self) -> str:
         return f"{self.kind} in {self.function}{f', line {self.line}' if self.line else ''} ({self.level}): {self.code}"

@@ -102,9 +102,9 @@ class Function:
         known = [getattr(unwrap(o), "__name__", "") for o in self.objects(e)[:1]]
         return known[0] if known else getattr(e, "attr", getattr(e, "id", ""))
 
-    def finding(self, kind: str, node: ast.AST) -> Finding:
+    def finding(self, kind: str, node: ast.AST, op: str = "") -> Finding:
         code = self.lines[node.lineno - 1].strip()
-        return Finding(kind, self.fn.__qualname__, self.first + node.lineno - 1, code, "AST")
+        return Finding(kind, self.fn.__qualname__, self.first + node.lineno - 1, code, "AST", op)
 
 
 def run_time(chooser: Autotuner | Heuristics, level: str) -> Finding:

@@ -59,10 +59,11 @@ class Request:
 @dataclass
 class Launches:
     """What `recorded` saw: {key: CompiledKernel, Request or Variant}, and findings of torch's operators and of choices
-    at run time."""
+    at run time; scatters: {torch's operator: whether two of its elements met in one place}."""
 
     variants: dict = field(default_factory=dict)
     findings: list[Finding] = field(default_factory=list)
+    scatters: dict[str, bool] = field(default_factory=dict)
 
     def add(self, finding: Finding) -> None:
         if finding not in self.findings:
@@ -122,8 +123,11 @@ def _dispatch_mode(launches: Launches) -> TorchDispatchMode:
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             kwargs = kwargs or {}
             name = _base_name(func)
-            if (SCATTERS.fullmatch(name) or name in ACCUMULATING) and _may_collide(name, func, args, kwargs):
-                launches.add(Finding(SCATTER, name, 0, str(func), "torch"))
+            if (SCATTERS.fullmatch(name) or name in ACCUMULATING) and _adds(name, func, args, kwargs):
+                met = _collides(name, func, args, kwargs)
+                launches.scatters[name] = launches.scatters.get(name, False) or met
+                if met:
+                    launches.add(Finding(SCATTER, name, 0, str(func), "torch"))
             return func(*args, **kwargs)
 
     return DispatchMode()
@@ -134,24 +138,34 @@ def _base_name(func) -> str:
     return func._schema.name.partition("::")[2].strip("_").removesuffix("_impl")
 
 
-def _may_collide(name: str, func, args: tuple, kwargs: dict) -> bool:
-    """Tells whether a scatter may add two elements to one place.
+def _given(func, args: tuple, kwargs: dict) -> dict:
+    return dict(zip((a.name for a in func._schema.arguments), args)) | kwargs
 
-    It cannot where the index has one element along the dimension, as in the backward of a logprob's gather, or counts
-    the rows, as in that of x[torch.arange(len(x)), last].
-    """
-    given = dict(zip((a.name for a in func._schema.arguments), args)) | kwargs
-    if not SCATTERS.fullmatch(name) and all(given.get(a) is None or given[a] is False for a in ACCUMULATES):
-        return False
+
+def _adds(name: str, func, args: tuple, kwargs: dict) -> bool:
+    """Tells whether a scatter adds to what is there."""
+    given = _given(func, args, kwargs)
+    return bool(SCATTERS.fullmatch(name)) or any(
+        given.get(a) is not None and given[a] is not False for a in ACCUMULATES
+    )
+
+
+def _collides(name: str, func, args: tuple, kwargs: dict) -> bool:
+    """Tells whether a scatter adds two elements to one place: not where its indices differ, as of a permutation."""
+    given = _given(func, args, kwargs)
     if name == "index_put":
-        return not any(i is not None and _counts(i) for i in given["indices"])
-    index = given.get("index")
-    along = isinstance(index, torch.Tensor) and index.dim() and name in ("scatter", "scatter_add", "scatter_reduce")
-    return not (along and index.shape[given["dim"]] == 1)
-
-
-def _counts(index: torch.Tensor) -> bool:
-    return index.dim() == 1 and index.dtype == torch.int64 and index.tolist() == list(range(len(index)))
+        shape, places = given["self"].shape, []
+        for i in given["indices"]:
+            masks = i is not None and i.dtype in (torch.bool, torch.uint8)
+            places += i.nonzero(as_tuple=True) if masks else [i]
+        numbers = torch.broadcast_tensors(*(i % n for i, n in zip(places, shape) if i is not None))
+        return len(torch.stack([i.flatten() for i in numbers]).unique(dim=1)[0]) < numbers[0].numel()
+    index = given["self" if name == "bincount" else "index"]
+    if not index.numel():
+        return False
+    along = index.dim() > 0 and name in ("scatter", "scatter_add", "scatter_reduce")
+    in_order = index.sort(given["dim"]).values if along else index.flatten().sort().values
+    return bool((in_order.diff(dim=given["dim"] if along else 0) == 0).any())
 
 
 @contextlib.contextmanager

@@ -63,14 +63,14 @@ def _forbidden(f: Function) -> Iterator[Finding]:
                 if re.fullmatch(r"atomic_\w+", name) or f.kernel and PTX.search(name):
                     yield f.finding(ATOMIC, n)
                 elif SCATTERS.fullmatch(name):
-                    yield f.finding(SCATTER, n)
+                    yield f.finding(SCATTER, n, name.strip("_"))
                 elif any(o is chooser for chooser in (triton.autotune, triton.heuristics, *CHOOSERS)):
                     yield f.finding(RUN_TIME, n)
         elif isinstance(n, ast.Call) and f.called(n.func).strip("_") in ACCUMULATING:
             constant = lambda e, other: e.value if isinstance(e, ast.Constant) else other
             named = any(constant(k.value, True) for k in n.keywords if k.arg in ACCUMULATES)
             if named or any(constant(a, None) is True for a in n.args):
-                yield f.finding(SCATTER, n)
+                yield f.finding(SCATTER, n, f.called(n.func).strip("_"))
 
 
 # Labels, what a value may depend on: the program id, the grid, the device, the row count, a share or a choice by it, or

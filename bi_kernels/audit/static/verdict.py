@@ -10,7 +10,7 @@ from triton.runtime.jit import JITFunction
 from bi_kernels.audit.compare import Drift
 from bi_kernels.audit.findings import NEEDS_FIX, PASS, UNSUPPORTED, Row
 from bi_kernels.audit.static.binary import distinct, examined
-from bi_kernels.audit.static.finding import UNREADABLE
+from bi_kernels.audit.static.finding import SCATTER, UNREADABLE
 from bi_kernels.audit.static.launches import Launches, Variant
 from bi_kernels.audit.static.source import source
 from bi_kernels.audit.targets.base import Target
@@ -40,7 +40,8 @@ def atomics_free(
     for (subject, launches), level in product(judged, levels):
         variants = [examined_variants[key] for key in launches.variants]
         at_level = lambda findings: [f for f in findings if level in ("", f.level)]
-        around = at_level([*sources[subject.function], *launches.findings])
+        met = lambda f: f.kind != SCATTER or launches.scatters.get(f.op, True)  # in source that names an op, in no call
+        around = at_level([*filter(met, sources[subject.function]), *launches.findings])
         wrong = [v for v in variants if at_level(v.findings)]
         findings = list(dict.fromkeys([*around, *(f for v in wrong for f in at_level(v.findings))]))
         if findings:

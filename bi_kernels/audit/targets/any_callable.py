@@ -51,7 +51,7 @@ def module_of(function: Callable) -> torch.nn.Module | None:
         if isinstance(f, functools.partial):
             todo.append(f.func)
             held += [*f.args, *f.keywords.values()]
-        if owner := getattr(f, "__self__", None):
+        if (owner := getattr(f, "__self__", None)) is not None:
             held += [owner, *getattr(owner, "__dict__", {}).values()]
         if inspect.isfunction(f := getattr(f, "__func__", f)):
             used = inspect.getclosurevars(f)
@@ -112,7 +112,7 @@ class CallableTarget(Target):
         # what torch.compile was given, or the callable itself
         self.eager = getattr(function, "_torchdynamo_orig_callable", getattr(function, "_orig_mod", function))
         self.compiled = self.eager is not function
-        held = [*tensors(self.values).values(), *(self.module.parameters() if self.module else ())]
+        held = [*tensors(self.values).values(), *(self.module.parameters() if self.module is not None else ())]
         dtype = next((t.dtype for t in held if t.is_floating_point()), x.dtype)
         self.whose = "any", name, "", name, dtype_name(dtype), device_name(self.device)
         self.dtype, self.calls, self.changed, self.deadline = dtype, 0, set(), float("inf")
@@ -175,7 +175,7 @@ class CallableTarget(Target):
 
     @property
     def sides(self) -> Mapping[str, Collection[str]]:
-        parameters = (k for k, _ in self.module.named_parameters()) if self.module else ()
+        parameters = (k for k, _ in self.module.named_parameters()) if self.module is not None else ()
         return {Side.INPUT: self.batched, Side.WEIGHT: {*tensors(self.values), *parameters} - self.batched}
 
     @property
@@ -346,5 +346,6 @@ def by_sample(y: torch.Tensor, dim: int, count: int) -> torch.Tensor:
 
 def alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Tells whether two results are of the same computation, roughly; no verdict."""
+    a, b = (torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in (a, b))
     a, b = a.double().nan_to_num(), b.double().nan_to_num()
     return bool((a - b).abs().max() <= CONTRACT["any"]["alike"] * a.abs().max()) if a.numel() else True

@@ -17,7 +17,7 @@ from bi_kernels.audit.targets.any_callable import CallableTarget, Layout, by_sam
 @contextmanager
 def gradients_kept(module: torch.nn.Module | None) -> Iterator[None]:
     """Restores `.grad` and `main_grad` of a module's parameters on exit."""
-    before = [(p, p.grad, getattr(p, "main_grad", None)) for p in (module.parameters() if module else ())]
+    before = [(p, p.grad, getattr(p, "main_grad", None)) for p in (module.parameters() if module is not None else ())]
     try:
         yield
     finally:
@@ -110,7 +110,7 @@ class Step(step.Step):
     @contextmanager
     def module_parameters(self, how: Context) -> Iterator[dict[str, Tensor]]:
         module = self.t.module
-        named = dict(module.named_parameters()) if module else {}
+        named = dict(module.named_parameters()) if module is not None else {}
         frozen = [p for k, p in named.items() if p.requires_grad and not how.wants(k)]
         with gradients_kept(module), torch.enable_grad():
             try:

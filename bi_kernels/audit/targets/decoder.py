@@ -16,7 +16,7 @@ from bi_kernels.audit.compare import Drift, compare
 from bi_kernels.audit.findings import Row
 from bi_kernels.audit.inputs import generator
 from bi_kernels.audit.layouts import Call, step_layouts
-from bi_kernels.audit.targets.model import ModelTarget, Relation, gathered, layout_rows, rescored_row
+from bi_kernels.audit.targets.model import ModelTarget, Relation, gathered, layout_rows, mode_rows, rescored_row
 from bi_kernels.audit.targets.op_step import token_layout
 from bi_kernels.contract import CONTRACT, DTYPES
 from bi_kernels.grads import MainGrads
@@ -149,6 +149,9 @@ class DecoderTarget(ModelTarget):
         self.model.checkpointing = checkpointing
         return {"logprob": found} | {name: p.main_grad for name, p in self.model.named_parameters()}
 
+    def logprobs(self) -> Tensor:
+        return logprobs(self.model, self.layouts["packed"], self.lengths, self.ids, self.targets)
+
     def run_cached(self, chunk: int, first: Sequence[int]) -> Tensor:
         return cached_logprobs(self.model, self.lengths, self.ids, self.targets, chunk, first)
 
@@ -165,6 +168,8 @@ def rows(session, dtype: str) -> Iterator[Row]:
     target = DecoderTarget(session, dtype)
     session.drifts[dtype] = target.drifts
     yield from layout_rows(target, QUICK * session.quick)
+    if dtype == session.dtypes[0] and not session.quick:
+        yield from mode_rows(target)
     del target  # its memory is the mixture's
     if not session.parameters.get("model"):
         target = DecoderTarget(session, dtype, "stock_layers", mixture=True)

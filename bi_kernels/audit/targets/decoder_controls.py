@@ -10,8 +10,9 @@ import bi_kernels
 from bi_kernels.audit.controls.attention import changed, padding_keys_seen
 from bi_kernels.audit.controls.forward import rope_by_row, row_count
 from bi_kernels.audit.controls.gradient import dw_separate
+from bi_kernels.audit.controls.usage import in_inference_mode
 from bi_kernels.audit.targets.decoder import DecoderTarget, generation_rows
-from bi_kernels.audit.targets.model import Control, Relation, layout_rows
+from bi_kernels.audit.targets.model import Control, Relation, layout_rows, mode_rows
 
 
 def with_ops(**changed) -> SimpleNamespace:
@@ -47,6 +48,11 @@ def _in(layout: str, **change) -> Callable:
     return lambda session: layout_rows(DecoderTarget(session, "bf16", "control_layers", **change), [layout])
 
 
+def _in_modes(**change) -> Callable:
+    """Returns what yields the rows of the other modes of a changed decoder of few layers."""
+    return lambda session: mode_rows(DecoderTarget(session, "bf16", "control_layers", **change))
+
+
 def _generating(ops) -> Callable:
     return lambda session: generation_rows(session, "bf16", ops, "control_layers")[0]
 
@@ -56,6 +62,7 @@ PADDING_SEEN = with_ops(attention=padding_keys_seen)
 _HALVES, _OF_2 = (with_ops(linear=partial(_halves_for_few_rows, **few)) for few in ({}, {"few": 2}))
 _GATES = {name: partial(_recomputed_differently, getattr(bi_kernels, name)) for name in ("swiglu", "gated")}
 _BLOCKS, _RECOMPUTED = with_ops(attention=_block_by_batch), with_ops(**_GATES)
+_INFERENCE = with_ops(linear=in_inference_mode(bi_kernels.linear))
 _RUNNING = with_ops(group_by_expert=_of_one_sequence)
 _FORWARD, _BACKWARD, _PARITY = Relation.INVARIANCE, Relation.GRADIENT, Relation.PARITY
 CONTROLS = (
@@ -69,6 +76,7 @@ CONTROLS = (
     Control("each micro-batch divided by its own tokens", _BACKWARD, _in("micro_batches:2", own=True)),
     Control("a layer recomputed otherwise than it was computed", _BACKWARD, _in("checkpointing off", ops=_RECOMPUTED)),
     Control("experts' slabs across sequences", _BACKWARD, _in("micro_batches:ragged", ops=_RUNNING, mixture=True)),
+    Control("linear that is another in inference mode", _FORWARD, _in_modes(ops=_INFERENCE)),
     Control("decode that sees a cache's padding, rescored", _PARITY, _generating(PADDING_SEEN)),
     Control("linear that adds two halves of K for 2 rows or fewer, generated again", _FORWARD, _generating(_OF_2)),
 )

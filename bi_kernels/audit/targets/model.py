@@ -1,6 +1,7 @@
 """A whole model: the same logprobs and gradients in every layout, and the same logprobs when it rescores what it
 generated."""
 
+import contextlib
 import hashlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,15 +11,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from bi_kernels.audit.axes import Side
+from bi_kernels.audit.axes import Kind, Side
 from bi_kernels.audit.compare import Drift, compare, joined
 from bi_kernels.audit.findings import NEEDS_FIX, PASS, PRECONDITION, Row
 from bi_kernels.audit.inputs import on
 from bi_kernels.audit.layouts import Call, shapes_launched
+from bi_kernels.audit.module_modes import MODES
 from bi_kernels.audit.targets.base import Target
 from bi_kernels.contract import CONTRACT
 
 THREADS = 12  # that hash
+TOGETHER, LATER = ("inference_mode", "hooks", "eval"), 40  # modes of a late call; which call it is, on a GPU
 
 
 class Relation(StrEnum):
@@ -45,6 +48,8 @@ class ModelTarget(Target):
     device: torch.device
     cached: dict[str, tuple[int, list[int]]]
     drifts: dict[str, dict[str, Drift]]
+    model: torch.nn.Module
+    first: Tensor | None = None  # `logprob` of the first packed call
 
     @property
     def count(self) -> int:
@@ -53,6 +58,10 @@ class ModelTarget(Target):
     def run(self, layout: str, generated: Tensor | None = None) -> dict[str, Tensor]:
         """Runs forward and backward of a layout's calls; returns `logprob`, (…, tokens) fp32, and each parameter's
         gradient by name, where the layout has the step's. generated: (tokens,) logprobs of the old policy."""
+        raise NotImplementedError
+
+    def logprobs(self) -> Tensor:
+        """Returns `logprob` of the packed call without a backward, in whichever mode it is called."""
         raise NotImplementedError
 
     def run_cached(self, chunk: int, first: Sequence[int]) -> Tensor:
@@ -86,6 +95,7 @@ def layout_rows(target: ModelTarget, only: Collection[str] = ()) -> Iterator[Row
     parameter's gradient; of chunked prefill and decode the logprobs, and the gradients of a packed step whose old
     logprobs they are. The first row says whether every tensor holds anything but zeros."""
     first = {name: t.clone() for name, t in target.run("packed").items()}
+    target.first = first["logprob"]
     zero = sum(not t.any() for t in first.values())
     said = {"rows": target.count, "tensor": "tensors that are zero", "detail": f"SHA-256 {sha256(first)}"}
     yield target.row(PRECONDITION, "packed", Drift(zero, len(first)), **said)
@@ -112,6 +122,26 @@ def layout_rows(target: ModelTarget, only: Collection[str] = ()) -> Iterator[Row
     for layout, (chunk, prefilled) in target.cached.items():
         if not only or layout in only:
             yield from _cached_rows(target, first, layout, chunk, prefilled)
+
+
+def mode_rows(target: ModelTarget) -> Iterator[Row]:
+    """Yields the row of a late packed call in every other mode at once: without a gradient, with hooks, in eval().
+    Where its bits are not those of the first one, in train() and with gradients, a row for each mode follows."""
+    again = LATER if target.device.type == "cuda" else 1
+
+    def logprobs(modes: Sequence[str], calls: int) -> Tensor:
+        with contextlib.ExitStack() as stack:
+            for mode in ("train", "grad", *modes):
+                stack.enter_context(MODES[mode](target.model))
+            return [target.logprobs() for _ in range(calls)][-1]
+
+    first = logprobs((), 1) if target.first is None else target.first
+    for modes in (TOGETHER, *((mode,) for mode in ("no_grad", *TOGETHER)), ()):
+        drift = {"logprob": compare(logprobs(modes, again), first)}
+        said = {"rows": target.count, "axes": [Kind.MODE if modes else Kind.BEFORE], "detail": f"call {again}"}
+        yield target.about(Relation.INVARIANCE, ", ".join(modes) or "a later call", drift, **said)
+        if modes == TOGETHER and not drift["logprob"].mismatches:
+            return
 
 
 def _gradients(drifts: dict[str, Drift]) -> dict[str, Drift]:

@@ -16,7 +16,7 @@ from bi_kernels.audit.compare import Drift, compare, joined
 from bi_kernels.audit.findings import Row
 from bi_kernels.audit.inputs import generator, on
 from bi_kernels.audit.layouts import Call, step_layouts
-from bi_kernels.audit.targets.model import ModelTarget, Relation, gathered, layout_rows
+from bi_kernels.audit.targets.model import ModelTarget, Relation, gathered, layout_rows, mode_rows
 from bi_kernels.contract import CONTRACT, DTYPES, evaluate, rounding
 from bi_kernels.integrations.transformers import apply, logprobs, restore
 from bi_kernels.integrations.transformers.report import Report
@@ -140,13 +140,8 @@ class TransformersTarget(ModelTarget):
             model.enable_input_require_grads()
 
         def compute(call: Call, at: Tensor, real: Tensor) -> Tensor:
-            told = self.arguments(layout, call)
             with torch.set_grad_enabled(trains):
-                if self.ours:
-                    logprob, entropy = logprobs(model, **told)
-                else:
-                    logprob = _stock_logprobs(model, **told)
-                    entropy = torch.zeros_like(logprob)
+                logprob, entropy = self.forward(layout, call)
                 if trains:
                     weight = self.advantages[at].masked_fill(~real, 0)
                     loss = (logprob * weight).sum() / self.count + entropy.sum() / (64 * self.count)
@@ -160,6 +155,18 @@ class TransformersTarget(ModelTarget):
             model.disable_input_require_grads()
         model.eval()
         return {"logprob": found} | ({n: p.grad for n, p in model.named_parameters()} if trains else {})
+
+    def forward(self, layout: str, call: Call) -> tuple[Tensor, Tensor]:
+        """Returns logprobs and entropies of a call."""
+        told = self.arguments(layout, call)
+        if self.ours:
+            return logprobs(self.model, **told)
+        logprob = _stock_logprobs(self.model, **told)
+        return logprob, torch.zeros_like(logprob)
+
+    def logprobs(self) -> Tensor:
+        compute = lambda call, at, real: torch.stack(self.forward("packed", call)).detach().view(2, *at.shape)
+        return gathered(self.layouts["packed"], self.count, self.device, compute)
 
     @torch.no_grad()
     def logits(self) -> Tensor:
@@ -226,6 +233,8 @@ def _model_rows(session, name: str, dtype: str) -> Iterator[Row]:
     yield row
     target.drifts = session.drifts[f"{name}, {dtype}, ours"] = {}
     yield from layout_rows(target, only)
+    if (name, dtype) == (architectures(session)[0], session.dtypes[0]) and not session.quick:
+        yield from mode_rows(target)
     with tempfile.TemporaryDirectory() as folder:
         target.model.save_pretrained(folder)
         loaded = type(target.model).from_pretrained(folder, dtype=DTYPES[dtype]).to(session.device).eval()

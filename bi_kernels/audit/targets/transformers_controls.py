@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import bi_kernels
 from bi_kernels.audit.findings import Row
-from bi_kernels.audit.targets.model import Control, Relation, layout_rows, rescored_row
+from bi_kernels.audit.targets.model import Control, Relation, layout_rows, mode_rows, rescored_row
 from bi_kernels.audit.targets.transformers import TransformersTarget, build, case, generated
 from bi_kernels.integrations.transformers import apply, restore
 from bi_kernels.integrations.transformers.gradients import forget
@@ -33,6 +33,12 @@ def _other_in_training(self: nn.Linear, x: Tensor) -> Tensor:
     """This package's linear, but for another result where a gradient is wanted."""
     y = bi_kernels.linear(x, self.weight)
     return y * 1.015625 if torch.is_grad_enabled() and self.weight.requires_grad else y
+
+
+def _other_if_hooked(self: nn.Linear, x: Tensor) -> Tensor:
+    """This package's linear, but for another result where hooks look on."""
+    y = bi_kernels.linear(x, self.weight)
+    return y * 1.015625 if self._forward_hooks else y
 
 
 def _target(session, name: str = "llama", prepare: Callable = id, ours: bool = True, **told) -> TransformersTarget:
@@ -68,6 +74,11 @@ def _forget(model: nn.Module) -> None:
 def _in(layout: str, prepare: Callable = lambda session: id, **told) -> Callable:
     """Returns what yields the rows of a layout of a changed model."""
     return lambda session: layout_rows(_target(session, prepare=prepare(session), **told), [layout])
+
+
+def _in_modes(prepare: Callable) -> Callable:
+    """Returns what yields the rows of the other modes of a changed model."""
+    return lambda session: mode_rows(_target(session, prepare=prepare(session)))
 
 
 def _changed(name: str, prepare: Callable) -> Callable:
@@ -116,6 +127,7 @@ CONTROLS = (
     Control("a linear that adds two halves of K for few rows", Relation.INVARIANCE, _in("singles", _HALVES)),
     Control("a gradient that apply left to PyTorch", Relation.GRADIENT, _in("singles", _down(_of_a_scaled_weight))),
     Control("a layer that trains otherwise", Relation.INVARIANCE, _in("permuted", _down(_other_in_training))),
+    Control("a layer that is another with hooks", Relation.INVARIANCE, _in_modes(_down(_other_if_hooked))),
     Control("folds that begin anew from .grad in every micro-batch", Relation.GRADIENT, _FORGETTING),
     Control("a layer without one of its norms", Relation.ACCURACY, _changed("llama", _without_a_norm)),
     Control("a sliding window that is not applied", Relation.ACCURACY, _changed("mistral", _without_its_window)),

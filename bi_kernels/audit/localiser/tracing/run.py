@@ -18,6 +18,7 @@ from bi_kernels.audit.localiser.tracing.geometry import Geometry, Tokens, flat_r
 from bi_kernels.audit.localiser.tracing.layouts import Plan
 from bi_kernels.audit.localiser.tracing.source import raised_at
 from bi_kernels.audit.localiser.tracing.trace import Trace, tracing
+from bi_kernels.audit.module_modes import GIVEN, MODES, OF_GRADIENTS, read_mode
 from bi_kernels.grads import MainGrads
 from bi_kernels.model import Decoder
 
@@ -26,8 +27,9 @@ FOLDED = "main_grad", "embedding_main_grad"  # attributes of parameters
 
 @dataclass
 class Run:
-    """What one layout did: for each call its geometry and events; digests of parameters, and of their gradients with
-    the events that wrote them; kept: the gradients that were asked for; outputs: the names of what a call returned."""
+    """What one layout, or mode, did: for each call its geometry and events; digests of parameters, and of their
+    gradients with the events that wrote them; buffers: their digests before the first call, of a mode; kept: the
+    gradients that were asked for; outputs: the names of what a call returned."""
 
     layout: str
     tokens: Tokens
@@ -35,6 +37,7 @@ class Run:
     events: list[list[Event]]
     weights: dict[str, int] = field(default_factory=dict)
     gradients: dict[str, tuple[int, tuple[Wrote, ...]]] = field(default_factory=dict)
+    buffers: dict[str, int] = field(default_factory=dict)
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
     outputs: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -93,7 +96,7 @@ def _of_loss(loss: Callable, out, geometry: Geometry, device, layout: str) -> to
 @contextlib.contextmanager
 def _restored(module: nn.Module | None) -> Iterator[None]:
     """Restores gradients, buffers and random generators on exit."""
-    parameters, buffers = ([*module.parameters()], [*module.buffers()]) if module else ([], [])
+    parameters, buffers = ([*module.parameters()], [*module.buffers()]) if module is not None else ([], [])
     before, values = [p.grad for p in parameters], [b.detach().clone() for b in buffers]
     folded = [{k: p.__dict__.pop(k) for k in FOLDED if k in p.__dict__} for p in parameters]
     with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
@@ -122,20 +125,33 @@ def step(
     programs: Sequence = (),
     traced: bool = True,
     keep: Collection[str] = (),
+    mode: str = "",
 ) -> Run:
     """Runs a layout; edits: of events, by where they are; traced=False: as the user's own code would; keep: the
-    parameters whose gradients the run holds."""
+    parameters whose gradients the run holds; mode: of module_modes, in which the model is called."""
     module = model if isinstance(model, nn.Module) else None
-    parameters = dict(module.named_parameters()) if module else {}
-    own = parameters | (dict(module.named_buffers()) if module else {})
-    modules = module.named_modules() if module else ()
-    names = {id(m): name.replace("_orig_mod.", "").removesuffix("_orig_mod") for name, m in modules}
-    trace = Trace(names, {t.untyped_storage()._cdata: name for name, t in own.items()}, edits or {}, programs)
-    backward = backward and plan.trains
-    device = next((t.device for t in own.values()), torch.device("cpu"))
-    run = Run(plan.layout, plan.tokens, [], trace.events)
-    started = perf_counter()
-    with _restored(module), torch.set_grad_enabled(backward), tracing(trace) if traced else contextlib.nullcontext():
+    backward, (name, number) = backward and plan.trains, read_mode(mode or GIVEN)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_restored(module))
+        stack.enter_context(torch.set_grad_enabled(backward))
+        if module is not None or name in OF_GRADIENTS:
+            stack.enter_context(MODES[name](module))
+        for _ in range(number - 1):
+            for call in plan.calls():
+                _called(call.run, "the model", plan.layout)
+        parameters, buffers, modules = ({}, {}, {})
+        if module is not None:  # as it is now: a call may make some
+            parameters, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+            modules = dict(module.named_modules())
+        own = parameters | buffers
+        names = {id(m): name.replace("_orig_mod.", "").removesuffix("_orig_mod") for name, m in modules.items()}
+        trace = Trace(names, {t.untyped_storage()._cdata: name for name, t in own.items()}, edits or {}, programs)
+        device = next((t.device for t in own.values()), torch.device("cpu"))
+        run = Run(plan.layout, plan.tokens, [], trace.events)
+        run.buffers = {k: int(whole(b)) for k, b in buffers.items() if mode and b.numel()}
+        started = perf_counter()
+        if traced:
+            stack.enter_context(tracing(trace))
         torch.manual_seed(seed)
         grads = MainGrads(model.parameters(), model.tied) if backward and isinstance(model, Decoder) else None
         for call in plan.calls():
