@@ -11,6 +11,8 @@ import numpy as np
 import torch
 
 import bi_kernels
+from bi_kernels.audit.checks import forward
+from bi_kernels.audit.checks.memory import by_view
 from bi_kernels.audit.compare import Drift, compare
 from bi_kernels.audit.findings import Row
 from bi_kernels.audit.fuzz import checks as drawn
@@ -39,6 +41,7 @@ PAGES = 16, 64
 PLAIN = {"attention_sinks": {"chunk": None}}  # sm_90's kernels have no chunks
 # what M, N, K of a ring's products are: rows of a few tiles and of many, and less than a stage
 NARROW, WIDE, ROUND = (70, 1040, 1096), (1400, 6000, 1096), (130, 520, 40)
+ONE_ROW = (1, 512, 1024)
 LIBRARYS, TOP = 40, (2048, 4096, 4096)  # products that the library is asked for, of at most so many M, N, K
 
 
@@ -76,6 +79,9 @@ def attention(of: OpUnderTest, op: str, kinds: Sequence[str], only_sm_90: bool =
         one = case(op, kind, of.problem.dtype, of.problem.device, of.problem.seed, arguments)
         yield from drawn.judge(one)
         s = one.subject
+        if kind == "wide":  # beside samples of NaN, and as parts of other tensors
+            yield from forward.by_layout(s, ("packed",))
+            yield from by_view(replace(s, problem=replace(s.problem, brief=True)))
         if not only_sm_90 and kind in ("long", "many"):
             for page in PAGES:
                 whole = lambda: last(s, one, s.once("whole", lambda: s.compute([pack(spans(s.lengths))])))
@@ -162,14 +168,16 @@ def _against_triton(s: OpUnderTest, detail: str, x, w, bias, told: dict, compute
 
 
 def by_library(s: OpUnderTest) -> Iterator[Row]:
-    """Yields the rows of cuBLASLt's products of any size against Triton's; one whose products vanish among them."""
+    """Yields the rows of cuBLASLt's products of any size against Triton's; one whose products vanish, and one of one
+    row, among them."""
     p, rng = s.problem, np.random.default_rng([s.problem.seed, LIBRARYS])
     for number in range(LIBRARYS):
         m, n, k = (int(np.exp(rng.uniform(0, np.log(top)))) for top in TOP)
+        m, n, k = ONE_ROW if number == 1 else (m, n, k)
         x, w, bias = _operands(m, n, k, p.dtype, p.device, p.seed + number)
         fp32, x_t, w_t, with_bias = (bool(b) for b in rng.integers(2, size=4))
         told = {"out_dtype": torch.float32} if fp32 else {}
-        bias = (bias.float() if fp32 else bias) if with_bias else None
+        bias = (bias.float() if fp32 else bias) if with_bias or number == 1 else None
         if number == 0:  # negative sums that are too small for any number but −0
             x, w = -torch.full_like(x, 2.0**-100), torch.full_like(w, 2.0**-100)
             bias = None

@@ -20,6 +20,7 @@ from conftest import op_under_test as subject
 import bi_kernels
 from bi_kernels.audit import load, parallel
 from bi_kernels.audit.checks import forward as judge
+from bi_kernels.audit.checks.memory import APART
 from bi_kernels.audit.controls import run as broken
 from bi_kernels.audit.controls.forward import CONTROLS, bf16_accumulation, half_of_k_in_bf16, tf32_inputs
 from bi_kernels.audit.digests import golden
@@ -58,7 +59,7 @@ def report(found: list[judge.Row]) -> str:
 
 def test_a_candidate_that_sees_how_its_tensors_lie_is_found():
     def verdicts(op, function, **more):
-        return [r.verdict for r in judge.by_view(subject(op, function, **more))]
+        return [r.verdict for r in judge.by_view(subject(op, function, **more)) if r.layout != APART]
 
     assert [name.split()[0] for name in VIEWS] == ["unaligned", "strided", "slice", "every", "transposed"]
     uneven = lambda x: bi_kernels.silu(x) * (1 + (not x.is_contiguous()))

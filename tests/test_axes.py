@@ -263,7 +263,11 @@ BROKEN = {
     "thread": (lambda x: x * (2 if threading.current_thread() is threading.main_thread() else 3), (X,), {THREAD}),
     "first": (remembers_the_first_scale(), (X,), {order.FIRST}),
     "many": (counts_calls_of_few(), (X,), {order.MANY}),
-    "version": (CachesByVersion(own=True), (X,), {f"{order.UNSEEN_BY} through .data"}),
+    "version": (
+        CachesByVersion(own=True),
+        (X,),
+        {f"{order.UNSEEN_BY} through .data", f"{order.UNSEEN_BY} at the addresses of others"},
+    ),
     "version, flat": (CachesByVersion(own=False), (X,), {f"{order.UNSEEN_BY} in a flat buffer"}),
     "address": (caches_by_address(), (X, Y[:8].clone()), {f"{order.UNSEEN_BY} at the addresses of others"}),
     "buffer": (CachesABuffer(), (X,), UPDATES),

@@ -10,6 +10,7 @@ import torch
 from conftest import slow_but
 
 import bi_kernels
+from bi_kernels import audit
 from bi_kernels.audit.checks import forward, memory, modes, order, requests, single_call
 from bi_kernels.audit.checks.caches import FAR, HEADS_FIRST
 from bi_kernels.audit.checks.edge_cases import ONE_TOKEN, populations
@@ -97,7 +98,7 @@ def test_what_ends_a_process_is_the_row_of_its_case_alone(monkeypatch):
             raise Died("judge", -11, [])
         return iter([function(session, part) for part in parts])
 
-    session = start("random", device="cpu", dtype="bf16", op="silu", cases=5)
+    session = audit.start("random", device="cpu", dtype="bf16", op="silu", cases=5)
     monkeypatch.setattr(fuzz.parallel, "each", each)
     rows, seen = fuzz.judge_cases(session)
     (bad,) = [r for r in rows if r.verdict == NEEDS_FIX]

@@ -388,7 +388,7 @@ def test_every_op_is_asked_beyond_32_bits_and_of_long_sequences_on_a_gpu(monkeyp
     for stage in ("_values", "_quick", "_drawn", "_large", "_rest"):
         monkeypatch.setattr(questions, stage, lambda *_: iter(()))
     monkeypatch.setattr(questions.single_call, "by_use", lambda s, only=(): iter(()))
-    monkeypatch.setattr(questions.sm_90, "attention", lambda op, kinds, *_: ["sizes"] * ("long" in kinds))
+    monkeypatch.setattr(questions.sm_90, "attention", lambda s, op, kinds: ["sizes"])
     monkeypatch.setattr(questions, "MORE", {})
     monkeypatch.setattr(
         questions, "load", lambda audit, given: load(audit, given | {"device": "cpu", "shapes": "tiny"})

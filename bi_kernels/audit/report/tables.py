@@ -50,14 +50,14 @@ def facts(fields: dict[str, str]) -> Markdown:
 
 
 def worst(rows: Sequence[Row]) -> str:
-    """needs-fix if any row is, else unsupported if any is, else pass; '' if there is none."""
-    return worst_of({r.verdict for r in rows})
+    """needs-fix if any row is, else pass if any is: a verdict names what was not judged; '' if there is none."""
+    return worst_of({r.verdict for r in rows if r.verdict != UNSUPPORTED} or {r.verdict for r in rows})
 
 
 def _mark(rows: Sequence[Row]) -> str:
     """Returns the mark of a relation; of a contract that some dtypes pass and others are refused by, both."""
     found = worst(rows)
-    both = found == UNSUPPORTED and rows[0].relation == "contract" and any(r.verdict == PASS for r in rows)
+    both = found == PASS and rows[0].relation == "contract" and any(r.verdict == UNSUPPORTED for r in rows)
     return f"{MARK[PASS]}, other dtypes refused" if both else MARK[found]
 
 
