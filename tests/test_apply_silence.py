@@ -396,6 +396,17 @@ def test_a_sharded_model_is_refused(one_rank):
             (found if isinstance(found, nn.Module) else model)(input_ids=IDS)
 
 
+@pytest.mark.parametrize("attribute, said", [("ds_id", "sharded by DeepSpeed"), ("_hp_mapping", "held by DeepSpeed's")])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_model_that_deepspeed_holds_is_refused(attribute, said, first):
+    model = built("qwen3", 1)
+    if not first:
+        apply(model)
+    setattr(model.lm_head.weight, attribute, 0)  # as ZeRO's third stage marks it, and its optimizers for 16 bits
+    with pytest.raises(ValueError, match=f"apply: lm_head.weight is {said}"):
+        apply(model) if first else model(input_ids=IDS)
+
+
 def two_calls(model):
     (model(input_ids=IDS).logits.sum() + model(input_ids=IDS).logits.sum()).backward()
 
