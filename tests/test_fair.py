@@ -218,16 +218,6 @@ def triton_add_into(x, y, out):
     _add_into_kernel[(triton.cdiv(len(x), 64),)](x, y, out, *x.shape, *strides, BLOCK=WIDTH)
 
 
-class Counts(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, x):
-        self.calls += 1
-        return x.relu()
-
-
 class Grows(torch.nn.Module):
     """A table of positions that grows with the longest sequence that came; a position's numbers stay."""
 
@@ -239,22 +229,6 @@ class Grows(torch.nn.Module):
         if x.shape[1] > len(self.table):
             self.table = torch.arange(2 * x.shape[1], dtype=torch.float64).add(1).reciprocal().float()
         return x * self.table[: x.shape[1], None]
-
-
-class Workspace(torch.nn.Module):
-    """Works in memory of its own, and returns a copy."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("scratch", torch.zeros(0, WIDTH), persistent=False)
-
-    def forward(self, x):
-        if len(x) > len(self.scratch):
-            self.scratch = torch.empty(2 * len(x), x.shape[1], dtype=x.dtype)
-        mine = self.scratch[: len(x)]
-        with torch.no_grad():
-            mine.copy_(x).abs_()
-        return x * mine.clone()
 
 
 class Remembers:
@@ -415,11 +389,6 @@ def dithered(x):
     return x + torch.rand(x.shape[-1], generator=torch.Generator().manual_seed(1))
 
 
-@functools.lru_cache
-def ramp(width):
-    return torch.linspace(0, 1, width)
-
-
 class Scale:
     def __init__(self, factor):
         self.factor = factor
@@ -462,11 +431,8 @@ KINDS = {
         "in part": (lambda x: compiled_relu(x) * 2, X[:6]),
     },
     "stateful": {
-        "a counter": (Counts(), X[:9]),
         "a table that grows": (Grows(), S),
-        "a workspace": (Workspace(), X[:9]),
         "a memo by content": (Remembers(), X[:9]),
-        "a plan by lru_cache": (lambda x: x * ramp(x.shape[-1]), X[:9]),
         "noise of its own seed": (dithered, X[:9]),
     },
     "by sequence": {
@@ -483,7 +449,6 @@ KINDS = {
         "until it converges": (newton, X[:9].abs()),
         "unique ids": (of_unique, IDS),
         "numpy": (lambda x: torch.from_numpy(x.detach().numpy() * 2), X[:9].clamp(-4, 4)),
-        "numpy, which takes no gradient": (lambda x: torch.from_numpy(x.numpy().clip(0)), X[:9]),
         "lists": (lambda ids: torch.tensor([3 * i for i in ids.tolist()]), IDS),
         "by its mask": (lambda x: torch.zeros_like(x).masked_scatter(x > 0, x[x > 0]), X[:9]),
     },
@@ -519,7 +484,6 @@ KINDS = {
         "a list": (lambda x: [*(x * 2).unbind(1)], X[:9, :4]),
         "expanded": (lambda x: x[:, :1].relu().expand(-1, 4), X[:9]),
         "every other column": (lambda x: (x * 2)[:, ::2], X[:9]),
-        "columns first": (lambda x: (x.T * 2).contiguous().T, X[:9]),
         "in a larger buffer": (lambda x: F.pad(x * 2, (1, 1, 1, 1))[1:-1, 1:-1], X[:9]),
         "lazily conjugated": (lambda pairs: complex_of(pairs).conj(), S[..., :2].contiguous()),
         "lazily negated": (lambda pairs: complex_of(pairs).conj().imag, S[..., :2].contiguous()),
@@ -533,7 +497,6 @@ KINDS = {
         "samples in columns": (lambda x: x * 2, X[:9], {"batch": 1}),
         "no layers": (torch.nn.Sequential(), X[:9]),
         "Triton into given memory": (triton_add_into, X[:6], Y[:6], torch.empty(6, WIDTH), {"outputs": ("out",)}),
-        "torch into given memory": (lambda x, out: torch.mul(x, 2, out=out), X[:9], Y[:9], {"outputs": ("out",)}),
     },
 }
 INTO = {"outputs": ("out",)}
@@ -588,7 +551,6 @@ CALLABLES = {f"{kind}: {name}": case for kind, cases in KINDS.items() for name, 
     "a list of samples": (lambda x: [row * 2 for row in x], X),
     "a dataclass that nobody registered": (lambda x: Scored(x * 2, {"first": x.detach()[:, 0].tolist()}), X),
     "text and numbers of each sample": (lambda x: [{"text": "a", "score": float(v)} for v in x.detach()[:, 0]], X),
-    "an array": (lambda x: x.detach().numpy() * 2, X),
     "int32": (lambda ids: W[ids.long()], IDS.int()),
     "positions": (lambda x, at: x * at[:, None].cos(), X, torch.arange(ROWS) % 7),
     "padding ids": (lambda ids: F.embedding(ids, W, padding_idx=0), IDS % 3),
@@ -715,7 +677,6 @@ CANDIDATES = {
     "silu checkpointed": ("silu", "fp32", lambda x: checkpoint(fp64(silu), x, use_reentrant=False)),
     "add of permuted columns": ("add", "bf16", of_permuted(torch.add)),
     "add, not capturable": ("add", "fp32", not_capturable),
-    "scale of permuted columns": ("scale", "fp32", of_permuted(lambda x, factor: x * factor)),
     "mask_fill in place": ("mask_fill", "fp32", lambda x, mask, value: x.clone().masked_fill_(mask, value)),
     "linear that asks for the layout": ("linear", "bf16", asks_for_the_layout),
     "ours, contiguous first": ("swiglu", "bf16", lambda gate, up: bi.swiglu(gate.contiguous(), up.contiguous())),
