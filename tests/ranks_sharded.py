@@ -164,9 +164,11 @@ def alone(family: str) -> str:
         for group in grads.mine:
             first = group * len(LENGTHS) // GROUPS
             for i in range(first, first + len(LENGTHS) // GROUPS):
-                (loss_of(model, [i]) / GROUPS).backward()
+                loss_of(model, [i]).backward()
             grads.close(group)
         grads.join()
+        for p in grads.parameters:  # the mean, as DDP's: a divided loss would round subnormal numbers elsewhere
+            p.main_grad.div_(GROUPS)
         left = [p.main_grad.clone() for p in grads.parameters]
         optimizer.step()
         grads.finish()
