@@ -6,6 +6,7 @@ Each is a step in several layouts, as the audits of whole models judge it, and i
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from itertools import accumulate
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +17,9 @@ from bi_kernels.audit import load
 from bi_kernels.audit.compare import Drift, compare
 from bi_kernels.audit.findings import Row
 from bi_kernels.audit.inputs import generator
-from bi_kernels.audit.layouts import Call, step_layouts
+from bi_kernels.audit.layouts import VIEWS, Call, step_layouts
 from bi_kernels.audit.parameters import choose, device_name
+from bi_kernels.audit.targets.fresh_memory import poisoned_memory
 from bi_kernels.audit.targets.model import ModelTarget, Relation, gathered, layout_rows
 from bi_kernels.contract import CONTRACT, DTYPES, EPS, rounding
 from bi_kernels.tokens import TokenLayout
@@ -169,6 +171,70 @@ def experts(dtype: str, device: str, seed: int) -> Iterator[Row]:
     order = torch.sort(drawn, dim=-1, descending=True, stable=True).indices[:, :CHOICES]
     drift = compare(tuple(bi_kernels.top_k(drawn, CHOICES)), (drawn.gather(-1, order), order))
     yield target.row(Relation.CONTRACTED, "order", drift, "a stable sort", tensor="top_k")
+    yield from _experts_as_given(target)
+
+
+ENDS = 5, 5, 5, 22, 38, 38, 60  # of each expert's rows, without sequences; the rows that follow are no expert's
+
+
+def _experts_as_given(target: Experts) -> Iterator[Row]:
+    """Yields the rows of experts called as a user may: in views, compiled, by offsets alone, with choices that name no
+    expert, and where fresh memory holds NaN."""
+    (x, scores), (up, bias, _) = target.tokens.values(), target.parameters.values()
+    g = generator(target.device, 0, "mutants", "experts as given")
+    draw = lambda *shape: torch.randn(shape, generator=g, device=target.device).to(target.dtype)
+    given, upstream = (x, scores, up, bias), (draw(len(x), 40), draw(len(x), CHOICES), draw(len(x), 40))
+    ends = torch.tensor(ENDS, dtype=torch.int32, device=target.device)
+    layout = TokenLayout.packed([0, *accumulate(LENGTHS)])
+
+    def routed(x: Tensor, scores: Tensor, up: Tensor, bias: Tensor) -> tuple[Tensor, ...]:
+        values, ids = bi_kernels.top_k(scores, CHOICES)
+        groups = bi_kernels.group_by_expert(torch.where(ids == 1, EXPERTS, ids), EXPERTS, layout)
+        y = bi_kernels.grouped_linear(bi_kernels.dispatch(x, groups), up, groups, bias)
+        return bi_kernels.combine(y, values, groups), values
+
+    def step(leaves: list[Tensor], dy: Tensor, dv: Tensor, call: Callable = routed) -> tuple[Tensor, ...]:
+        with layout:
+            out, values = call(*leaves)
+        torch.autograd.backward((out, values), (dy, dv))
+        return out.detach(), values.detach(), *(getattr(t, "main_grad", t.grad) for t in leaves)
+
+    def made(view: Callable = torch.clone) -> tuple[Tensor, ...]:
+        leaves, (dy, dv, du) = [view(t.detach()).requires_grad_() for t in given], map(view, upstream)
+        found = step(leaves, dy, dv)
+        found += torch.autograd.grad(bi_kernels.top_k(leaves[1], CHOICES)[0], leaves[1], dv)
+        y = bi_kernels.grouped_linear(leaves[0], leaves[2], ends, leaves[3])
+        return *found, y.detach(), *torch.autograd.grad(y, [leaves[i] for i in (0, 2, 3)], du)
+
+    def folded(call: Callable) -> tuple[Tensor, ...]:
+        leaves = [t.detach().clone().requires_grad_() for t in given]
+        for p in leaves[2:]:
+            p.main_grad = torch.zeros_like(p, dtype=torch.float32)
+        return step(leaves, *upstream[:2], call)
+
+    expected = made()
+    for name, view in VIEWS.items():
+        with poisoned_memory(1):
+            found = made(view)
+        yield target.row(Relation.INVARIANCE, name, compare(found, expected), tensor="experts")
+    torch.compiler.reset()
+    compiled = torch.compile(routed, backend="aot_eager", fullgraph=True)
+    yield target.row(Relation.INVARIANCE, "compiled", compare(folded(compiled), folded(routed)), tensor="experts")
+    yield target.row(Relation.INVARIANCE, "offsets alone", _by_linear(given, ends, upstream[2], expected), "linear")
+    empty = bi_kernels.grouped_linear(x[:, :0], up.detach()[..., :0], ends, -torch.zeros_like(bias.detach()))
+    drift = compare(empty, torch.zeros_like(empty))
+    yield target.row(Relation.CONTRACTED, "no features", drift, "a sum of nothing and −0", tensor="grouped_linear")
+
+
+def _by_linear(given: tuple, ends: Tensor, du: Tensor, found: tuple[Tensor, ...]) -> Drift:
+    """Compares each expert's rows with `linear` of them as one sequence; the rest is 0."""
+    x, _, up, bias = (t.detach().clone().requires_grad_() for t in given)
+    parts, first = [], 0
+    for e, end in enumerate(ends.tolist()):
+        parts.append(bi_kernels.linear(x[first:end], up[e], bias[e]))
+        first = end
+    y = torch.cat([*parts, x.new_zeros(len(x) - first, up.shape[1])])
+    return compare(found[-4:], (y.detach(), *torch.autograd.grad(y, (x, up, bias), du)))
 
 
 class Decoder(nn.Module):

@@ -20,6 +20,7 @@ FREE = {
     *("pause", "_prefetch", "waves", "held"),
     *("tiles", "cheapest", "part_n", "blocks_of", "grid_of", "max_tiles", "round_up_sequences"),
     *("_checked", "check_values", "_check_pages", "check_ids", "check_features", "check_row", "check_out_dtype"),
+    *("tile_for", "_tile_for", "_warn_of_layout"),
     *("checked_targets", "fits_apart", "_Unset", "_", "_fake", "_fake_log_softmax", "_fake_sums", "_fake_softmax"),
 }
 LAUNCHED = re.compile(r"num_warps|num_stages|warps|stages|group|persistent|enable_fp_fusion|GROUP_M|FLATTEN|stacklevel")
@@ -262,6 +263,8 @@ def _returns(s: _Source, function: ast.FunctionDef, public: bool) -> Iterator[tu
     returned = [n for n in ast.walk(function) if isinstance(n, ast.Return) and n.value is not None]
     if not returned or not (public or TENSOR.match(function.name)):
         return
+    if function.returns is not None and "Tensor" not in s.of(function.returns):
+        return  # of which nothing would be changed
     last = max(returned, key=lambda n: n.lineno).value
     helpers = {name: HELPER.replace("{condition}", condition) for name, condition in CONDITIONS.items()}
     for name, helper in (helpers | {"the first result of a shape again": CACHED}).items():

@@ -66,7 +66,7 @@ def _stages(session, s: OpUnderTest, op: str, at: Callable, whole: bool, on_gpu:
     attends, bf16 = bool(OPS[op].cache), session.dtypes[0] == "bf16"
     found: list[Stage] = [("values", lambda: _values(s)), ("layouts", lambda: _quick(s))]
     if attends and on_gpu:  # drawn cases of it compile too much; what `_experiments` asks takes minutes
-        sized = partial(sm_90.attention, s, op, ("wide", "many", "long"))
+        sized = partial(sm_90.attention, s, op, ("wide", *["narrow"] * (op == "attention"), "many", "long"))
         found += [("sizes", sized), ("uses", lambda: single_call.by_use(s, QUICK_USES))]
     else:
         found += [("drawn", lambda: _drawn(s)), ("uses", lambda: single_call.by_use(s))]

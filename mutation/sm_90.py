@@ -25,7 +25,7 @@ from bi_kernels.ops.gemm.cost import RINGS, PipelineConfig
 from bi_kernels.ops.gemm.hopper_cublaslt import LIBRARY
 from bi_kernels.ops.gemm.hopper_cublaslt import launch as launch_library
 from bi_kernels.ops.gemm.kernel import launch
-from helpers import attention_on_gpu
+from helpers import attention_edges, attention_on_gpu
 from helpers.attention_generation import against_one_call
 from helpers.gemm import FIXED
 
@@ -40,7 +40,7 @@ KINDS: dict[str, tuple[dict, tuple, str]] = {  # sizes, lengths, and a family of
 PAGES = 16, 64
 PLAIN = {"attention_sinks": {"chunk": None}}  # sm_90's kernels have no chunks
 # what M, N, K of a ring's products are: rows of a few tiles and of many, and less than a stage
-NARROW, WIDE, ROUND = (70, 1040, 1096), (1400, 6000, 1096), (130, 520, 40)
+NARROW, WIDE, ROUND = (71, 1040, 1096), (1400, 6000, 1096), (131, 520, 40)
 ONE_ROW = (1, 512, 1024)
 LIBRARYS, TOP = 40, (2048, 4096, 4096)  # products that the library is asked for, of at most so many M, N, K
 
@@ -81,7 +81,9 @@ def attention(of: OpUnderTest, op: str, kinds: Sequence[str], only_sm_90: bool =
         s = one.subject
         if kind == "wide":  # beside samples of NaN, and as parts of other tensors
             yield from forward.by_layout(s, ("packed",))
-            yield from by_view(replace(s, problem=replace(s.problem, brief=True)))
+            yield from by_view(s)
+        if (op, kind) == ("attention", "wide"):
+            yield from attention_edges.padded_edges(of, "edges")
         if not only_sm_90 and kind in ("long", "many"):
             for page in PAGES:
                 whole = lambda: last(s, one, s.once("whole", lambda: s.compute([pack(spans(s.lengths))])))

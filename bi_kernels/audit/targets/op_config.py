@@ -127,17 +127,19 @@ def problems(
     audit: str, dtypes: list[str], shapes: str, device: torch.device, seed: int = 0, ops: tuple[str, ...] = ()
 ) -> list[OpConfig]:
     """Returns every op of an audit (or those named), at every case and dtype; on the interpreter one linear layer of
-    the backward audit and one attention stand for the others, and variants are asked less."""
+    the backward audit and one attention stand for the others, and variants are asked less, as is fp16 beside bf16."""
     one = {"backward": "o", "attention": "gqa", "dtype": "gqa"}.get(audit) if device.type == "cpu" else None
     chosen = [op for op in audited(audit) if not ops or op.name in ops]
     names = {op.name for op in chosen if op.audit == audit and device.type == "cpu"}
+    less = {"fp16"} if device.type == "cpu" and "bf16" in dtypes else set()
     found = [
-        OpConfig(op, case, DTYPES[d], shapes, device, seed, brief=op.variant_of in names)
+        OpConfig(op, case, DTYPES[d], shapes, device, seed, brief=op.variant_of in names or d in less)
         for op in chosen
         for case in op.cases(shapes)
         if one in (None, case) or one not in op.cases(shapes)
         for d in dtypes
     ]
-    found = [p for p in found if not p.brief or len(dtypes) == 1 or dtype_name(p.dtype) in VARIANT["dtypes"]]
+    wanted = dtypes if len(dtypes) == 1 else VARIANT["dtypes"]
+    found = [p for p in found if p.op.variant_of not in names or dtype_name(p.dtype) in wanted]
     firsts = {p.op.name: p for p in reversed(found)}
     return [replace(p, first=p is firsts[p.op.name]) for p in found]

@@ -105,7 +105,7 @@ def _combine_backward_kernel(
         tl.store(dweights + place, (tl.sum(total, 1) + 0.0).to(dweights.dtype.element_ty), mask=routed)
 
 
-def _blocks(count: int, width: int) -> tuple[tuple[int, int], dict]:
+def blocks_of(count: int, width: int) -> tuple[tuple[int, int], dict]:
     """Returns the grid, rows and columns of programs that treat each element alone."""
     block = min(1024, triton.next_power_of_2(width))
     rows = max(1, min(ELEMENTS // block, triton.next_power_of_2(count)))
@@ -118,7 +118,7 @@ def gather_rows(x: Tensor, index: Tensor, divisor: int = 1, end: Tensor | None =
     x = x if x.stride(-1) == 1 else x.contiguous()
     y = x.new_empty(len(index), x.shape[1])
     if y.numel():
-        grid, options = _blocks(*y.shape)
+        grid, options = blocks_of(*y.shape)
         _gather_kernel[grid](x, index, end, y, *y.shape, x.stride(0), DIVISOR=divisor, **options)
     return y
 
@@ -128,7 +128,7 @@ def _summed(y, weights, rows) -> Tensor:
     out = y.new_empty(tokens, y.shape[1])
     if out.numel():
         y, weights = y.contiguous(), None if weights is None else weights.contiguous()
-        grid, options = _blocks(tokens, y.shape[1])
+        grid, options = blocks_of(tokens, y.shape[1])
         _combine_kernel[grid](
             y,
             weights,

@@ -33,12 +33,11 @@ def pause(turn, PAUSE: gl.constexpr):
 
 @gluon.jit
 def sequence_of(tile, lengths, sequences, ROWS: gl.constexpr, SIZE: gl.constexpr, COUNT: gl.constexpr):
-    """Returns what `schedule.sequence_of` does."""
+    """Returns the first two of what `schedule.sequence_of` does."""
     i = gl.arange(0, COUNT, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
     ends = gl.associative_scan(gl.cdiv(gl.load(lengths + i, mask=i < sequences, other=0) * ROWS, SIZE), 0, _plus)
     before = gl.max(gl.where(ends <= tile, ends, 0), 0)
-    after = gl.min(gl.where(ends > tile, ends, gl.maximum(gl.max(ends, 0), tile + 1)), 0)
-    return gl.sum((ends <= tile).to(gl.int32), 0), before, after - 1
+    return gl.sum((ends <= tile).to(gl.int32), 0), before
 
 
 @gluon.jit
@@ -55,7 +54,7 @@ def key_tile(where, SIZE: gl.constexpr, COUNT: gl.constexpr, BLOCK: gl.constexpr
     """Returns (first row of q's tokens, of k, first key, queries, keys, first block of queries that sees some, how many
     blocks do)."""
     first_q, length_q, first_k, length_k, sequences = where
-    sequence, before, last = sequence_of(gl.program_id(0), length_k, sequences, 1, SIZE, COUNT)
+    sequence, before = sequence_of(gl.program_id(0), length_k, sequences, 1, SIZE, COUNT)
     known = sequence < sequences
     queries, length = (
         gl.load(length_q + sequence, mask=known, other=0),
