@@ -27,7 +27,7 @@ MANY = Tile(128, 256, 64, 8, 3)
 INTERPRETED = Tile(64, 64, 64, 4, 4)
 
 
-@jit(do_not_specialize=["rows"])
+@jit(do_not_specialize=["rows", "K"])  # where K is 1, Triton would begin the only product at the bias
 def _grouped_kernel(
     x,
     w,
