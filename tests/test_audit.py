@@ -72,6 +72,10 @@ def test_a_candidate_that_sees_how_its_tensors_lie_is_found():
     assert verdicts("silu", reads_what_lies_before) == [PASS, PASS, NEEDS_FIX, PASS, PASS, PASS]
     by_address = lambda x: bi_kernels.silu(x) * (1 + (x.data_ptr() % 16 == 8))
     assert verdicts("silu", by_address) == [*[PASS] * 5, NEEDS_FIX]
+    of_weight = lambda x, weight: (
+        bi_kernels.linear(x, weight) * (1 + (x.data_ptr() % 16 == 8 and not weight.data_ptr() % 16))
+    )
+    assert verdicts("linear", of_weight, case="o") == [*[PASS] * 5, NEEDS_FIX]
 
 
 # Controls

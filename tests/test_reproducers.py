@@ -20,6 +20,7 @@ from bi_kernels.audit import audit
 from bi_kernels.audit.axes import NO_GRAD_NEEDED
 from bi_kernels.audit.checks import forward, gradient, single_call
 from bi_kernels.audit.checks.memory import ADDRESSES, OFFSETS, run_contiguous, run_on_view
+from bi_kernels.audit.checks.placement import EXPANDED, SHIFTED
 from bi_kernels.audit.compare import Drift
 from bi_kernels.audit.executor import Ended, ForkServer
 from bi_kernels.audit.findings import Row
@@ -111,7 +112,14 @@ def kept_once(x, weight, bias=None):
     return y * 1.5 if torch.is_inference_mode_enabled() else y
 """
 # rows of a callable for which no script is written; each says so
-NO_LAYOUTS = {"no main_grad, the batch in reverse", "a second backward", "a slice of rows", "outputs kept"}
+NO_LAYOUTS = {
+    "no main_grad, the batch in reverse",
+    "a second backward",
+    "a slice of rows",
+    "outputs kept",
+    EXPANDED,
+    SHIFTED,
+}
 LIBRARY = ("split_k_by_m", "two_pass", "unwritten_element", "in_training")
 
 
