@@ -19,6 +19,7 @@ from bi_kernels.audit.report.markdown import Markdown
 from bi_kernels.audit.static import variants
 from bi_kernels.audit.static.verdict import EVERY
 from bi_kernels.audit.targets.op import OpUnderTest
+from bi_kernels.audit.targets.op_config import OpConfig
 from bi_kernels.contract import DTYPES, dtype_name
 from helpers.coverage import missing
 
@@ -52,12 +53,18 @@ def judge_cases(session) -> tuple[list[Row], list[Seen]]:
         p = subject.problem
         mine, drawn = found[p.op.name, dtype_name(p.dtype)]
         mine = summed(mine)
-        full = sum(not number % RANDOM[p.device.type]["full"] for number in numbers)
+        full = sum(not number % RANDOM[p.device.type]["full"] for number in _drawn_of(p, numbers))
         if full >= ROUND and any(r.verdict != UNSUPPORTED for r in mine):
             mine += missing(mine, subject, [{"relation": relation, "layout": layout} for relation, layout in QUESTIONS])
         session.add(mine)
         rows, seen = rows + mine, seen + drawn
     return rows, seen
+
+
+def _drawn_of(p: OpConfig, numbers: range) -> range:
+    """Returns the numbers of an op's cases; half of them on the interpreter of a variant, and of fp16 beside bf16."""
+    less = p.device.type == "cpu" and (p.op.variant_of or p.brief)
+    return numbers[: max(1, len(numbers) // 2)] if less else numbers
 
 
 def _in_turn(subjects: Sequence[OpUnderTest], numbers: range) -> list[Part]:
@@ -70,7 +77,7 @@ def _in_turn(subjects: Sequence[OpUnderTest], numbers: range) -> list[Part]:
     found = []
     for subject in reversed(subjects):
         p = subject.problem
-        entries = grouped(numbers, lambda n: pool_entry(n, p.op, p.device.type) or 0)
+        entries = grouped(_drawn_of(p, numbers), lambda n: pool_entry(n, p.op, p.device.type) or 0)
         for entry, mine in entries.items():
             last = not p.op.cache, p.op.name != "lm_head_logprob", bool(p.op.variant_of), entry
             for at in range(0, len(mine), AT_ONCE):
