@@ -131,7 +131,7 @@ def problems(
     one = {"backward": "o", "attention": "gqa", "dtype": "gqa"}.get(audit) if device.type == "cpu" else None
     chosen = [op for op in audited(audit) if not ops or op.name in ops]
     names = {op.name for op in chosen if op.audit == audit and device.type == "cpu"}
-    less = {"fp16"} if device.type == "cpu" and "bf16" in dtypes else set()
+    less = {"fp16"} if device.type == "cpu" and "bf16" in dtypes and audit != "dtype" else set()
     found = [
         OpConfig(op, case, DTYPES[d], shapes, device, seed, brief=op.variant_of in names or d in less)
         for op in chosen
