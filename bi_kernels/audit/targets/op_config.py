@@ -127,11 +127,13 @@ def problems(
     audit: str, dtypes: list[str], shapes: str, device: torch.device, seed: int = 0, ops: tuple[str, ...] = ()
 ) -> list[OpConfig]:
     """Returns every op of an audit (or those named), at every case and dtype; on the interpreter one linear layer of
-    the backward audit and one attention stand for the others, and variants are asked less, as is fp16 beside bf16."""
+    the backward audit and one attention stand for the others, and variants are asked less, as is fp16 beside bf16,
+    but not one op alone, and not by the audit of dtypes."""
     one = {"backward": "o", "attention": "gqa", "dtype": "gqa"}.get(audit) if device.type == "cpu" else None
     chosen = [op for op in audited(audit) if not ops or op.name in ops]
     names = {op.name for op in chosen if op.audit == audit and device.type == "cpu"}
-    less = {"fp16"} if device.type == "cpu" and "bf16" in dtypes and audit != "dtype" else set()
+    several = len(chosen) > 1 and audit != "dtype"
+    less = {"fp16"} if device.type == "cpu" and several and "bf16" in dtypes else set()
     found = [
         OpConfig(op, case, DTYPES[d], shapes, device, seed, brief=op.variant_of in names or d in less)
         for op in chosen
