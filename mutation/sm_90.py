@@ -40,7 +40,7 @@ KINDS: dict[str, tuple[dict, tuple, str]] = {  # sizes, lengths, and a family of
 PAGES = 16, 64
 PLAIN = {"attention_sinks": {"chunk": None}}  # sm_90's kernels have no chunks
 # what M, N, K of a ring's products are: rows of a few tiles and of many, and less than a stage
-NARROW, WIDE, ROUND = (71, 1040, 1096), (1400, 6000, 1096), (131, 520, 40)
+NARROW, WIDE, ROUND = (70, 1040, 1096), (1400, 6000, 1096), (130, 520, 40)
 ONE_ROW = (1, 512, 1024)
 LIBRARYS, TOP = 40, (2048, 4096, 4096)  # products that the library is asked for, of at most so many M, N, K
 

@@ -7,6 +7,7 @@ import torch
 
 import bi_kernels as bi
 from bi_kernels import TokenLayout
+from bi_kernels.ops.gemm import kernel as gemm_kernel
 from bi_kernels.ops.grouped import fold, groups, kernel
 
 LENGTHS = (5, 1, 17, 40, 9)
@@ -31,6 +32,13 @@ def test_a_row_has_the_bits_of_linear_by_its_experts_weight(dtype, N, K, transpo
     for token, choice in itertools.product(range(0, TOKENS, 5), range(2)):
         e = int(ids[token, choice])
         assert torch.equal(y[groups.rows[token, choice]], bi.linear(x[token], weight[e], bias[e]))
+
+
+def test_k_is_never_a_constant_of_a_product_with_a_bias():
+    """Where K is 1, Triton would drop the loop and begin the only product at the bias, for some tiles and not for
+    others."""
+    for k in (kernel._grouped_kernel, gemm_kernel._gemm_kernel):
+        assert "K" in k.kwargs["do_not_specialize"]
 
 
 @pytest.mark.parametrize("tile", [*kernel.TILES.values(), kernel.MANY], ids=str)
