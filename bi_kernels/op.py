@@ -73,6 +73,15 @@ def _save_tensors(ctx, inputs, output) -> None:
     ctx.save_for_backward(*[a for a in inputs if isinstance(a, torch.Tensor)])
 
 
+def _without_gradients(backward: Callable) -> Callable:
+    """Returns a backward that is asked for no gradients where none comes, as of a function that returns None."""
+
+    def call(ctx, *grads):
+        return backward(ctx, *grads) if any(g is not None for g in grads) else (None,) * len(ctx.needs_input_grad)
+
+    return call
+
+
 class Op:
     """A launcher that returns a tensor or a list of them. Its arguments without annotation are tensors or None.
 
@@ -94,7 +103,7 @@ class Op:
         flat: Callable | None = None,
     ):
         self._direct, self._flat = direct or launch, flat or (lambda *args: args)
-        self.backward = backward
+        self.backward = backward = _without_gradients(backward)
         self.launch, several = launch, inspect.signature(launch).return_annotation is not torch.Tensor
         self._opaque = custom_op(name, launch, fake)
         defaults = [p.default for p in inspect.signature(launch).parameters.values() if p.default is not p.empty]

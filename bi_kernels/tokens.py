@@ -316,8 +316,12 @@ def main_grad(op: str, weight: torch.Tensor, name: str = "weight", attribute: st
         raise TypeError(f"{op}: {name}.{attribute} has {what}, expected torch.float32")
     if buffer.device == weight.device:
         check_numbers(op, f"{name}.{attribute}", buffer)
-    plain = buffer.is_contiguous() and not buffer.is_inference()
-    if buffer.shape != weight.shape or buffer.device != weight.device or not plain:
+    if (
+        buffer.shape != weight.shape
+        or buffer.device != weight.device
+        or not buffer.is_contiguous()
+        or buffer.is_inference()
+    ):
         raise ValueError(
             f"{op}: {name}.{attribute} has shape {tuple(buffer.shape)} on {buffer.device}, expected it "
             f"contiguous, {tuple(weight.shape)} on {weight.device} as {name}"

@@ -354,6 +354,28 @@ def test_an_expanded_input_gives_the_bits_of_its_copy(name):
             assert not drift.mismatches, (k, t.shape, tensor, drift)
 
 
+class NoGradient(torch.autograd.Function):
+    """Passes a tensor on, and no gradient back."""
+
+    @staticmethod
+    def forward(ctx, y):
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, dy):
+        return None
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_an_op_of_which_nobody_wants_a_gradient_gives_none(name):
+    u = Step(under_test(name), CANCELLING, (5, 3))
+    given = u.inputs()
+    leaves = [given[k].requires_grad_() for k in u.floating]
+    outputs = [NoGradient.apply(y) for y in u.outputs_of(given) if y.requires_grad]
+    found = torch.autograd.grad(sum(y.sum() for y in outputs), leaves, allow_unused=True)
+    assert found == (None,) * len(leaves)
+
+
 @pytest.mark.parametrize("name", OPS)
 def test_a_second_derivative_is_refused(name):
     u = Step(under_test(name), CANCELLING, (5, 3))

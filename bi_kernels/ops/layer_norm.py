@@ -175,13 +175,14 @@ def _save(ctx, inputs, outputs):
 
 def _backward(ctx, dy, *_):
     x, weight, mean, rstd = ctx.saved_tensors
-    needs_x, *needs = ctx.needs_input_grad[:3]
+    needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
     dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x else None
     (dw, goes_on_w), (db, goes_on_b) = (
         gradient_of("layer_norm", parameter, name, buffer) if needed else (None, False)
-        for parameter, name, buffer, needed in zip(ctx.parameters, ("weight", "bias"), ctx.buffers, needs)
+        for parameter, name, buffer, needed in zip(
+            ctx.parameters, ("weight", "bias"), ctx.buffers, (needs_weight, needs_bias)
+        )
     )
-    dy = torch.zeros_like(x) if dy is None else dy
     _gradient(x, weight, mean, rstd, dy, ctx.layout, ctx.heads, dx, dw, db, goes_on_w, goes_on_b)
     return dx, None if goes_on_w else dw, None if goes_on_b else db, *[None] * 6
 

@@ -179,7 +179,7 @@ def _save_softmax(ctx, inputs, outputs):
 def _softmax_backward(ctx, dy, *_):
     x, top, total = ctx.saved_tensors
     dx = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _softmax_gradient(x, top, total, torch.zeros_like(x) if dy is None else dy, dx)
+    _softmax_gradient(x, top, total, dy, dx)
     return dx, None, None
 
 

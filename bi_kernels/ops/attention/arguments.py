@@ -49,9 +49,9 @@ class Arguments(NamedTuple):
     scale: float
     window: int  # 0: none
     shape: torch.Size  # of q as it was given
-    sinks: Tensor | None = None  # (heads of q,), contiguous
-    soft_cap: float = 0.0  # 0: none
-    chunk: int = 0  # 0: none
+    sinks: Tensor | None  # (heads of q,), contiguous
+    soft_cap: float  # 0: none
+    chunk: int  # 0: none
 
 
 @once

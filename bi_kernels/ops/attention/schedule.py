@@ -183,13 +183,10 @@ def scales(scale: float, soft_cap: float) -> tuple[float, float | None]:
     return (soft_cap * LOG2E, 2 * LOG2E * scale / soft_cap) if soft_cap else (scale * LOG2E, None)
 
 
-def shape_of(
-    q: torch.Size, k: torch.Size, strides_k: tuple[int, ...], strides_v: tuple[int, ...], wide: int | None = None
-) -> dict:
+def shape_of(q: torch.Size, k: torch.Size, strides_k: tuple[int, ...], strides_v: tuple[int, ...], wide: int) -> dict:
     """Returns the kernels' arguments that follow from the shapes of q and k (…, heads, D), from strides, and from v's
-    width, where that is another."""
+    width."""
     width, group = q[-1], q[-2] // k[-2]
-    wide = width if wide is None else wide
     block, block_v = (max(16, triton.next_power_of_2(n)) for n in (width, wide))
     return {
         "stride_k": strides_k[-3],

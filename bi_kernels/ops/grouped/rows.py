@@ -99,8 +99,8 @@ def _combine_backward_kernel(
         if dweights is not None:
             total += d * tl.load(y + into, mask=inside, other=0.0).to(tl.float32)
         if dy is not None:
-            given = tl.where(inside, d * weight[:, None], 0.0).to(dy.dtype.element_ty)
-            tl.store(dy + into, given, mask=mine[:, None] & (col < width)[None, :])
+            given = tl.where(inside, d * weight[:, None], 0.0)
+            tl.store(dy + into, given.to(dy.dtype.element_ty), mask=mine[:, None] & (col < width)[None, :])
     if dweights is not None:
         tl.store(dweights + place, (tl.sum(total, 1) + 0.0).to(dweights.dtype.element_ty), mask=routed)
 

@@ -32,10 +32,10 @@ def pause(turn, PAUSE: gl.constexpr):
 
 
 @gluon.jit
-def sequence_of(tile, lengths, sequences, ROWS: gl.constexpr, SIZE: gl.constexpr, COUNT: gl.constexpr):
-    """Returns the first two of what `schedule.sequence_of` does."""
+def sequence_of(tile, lengths, sequences, SIZE: gl.constexpr, COUNT: gl.constexpr):
+    """Returns the first two of what `schedule.sequence_of` does, of rows one by one."""
     i = gl.arange(0, COUNT, gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    ends = gl.associative_scan(gl.cdiv(gl.load(lengths + i, mask=i < sequences, other=0) * ROWS, SIZE), 0, _plus)
+    ends = gl.associative_scan(gl.cdiv(gl.load(lengths + i, mask=i < sequences, other=0), SIZE), 0, _plus)
     before = gl.max(gl.where(ends <= tile, ends, 0), 0)
     return gl.sum((ends <= tile).to(gl.int32), 0), before
 
@@ -54,7 +54,7 @@ def key_tile(where, SIZE: gl.constexpr, COUNT: gl.constexpr, BLOCK: gl.constexpr
     """Returns (first row of q's tokens, of k, first key, queries, keys, first block of queries that sees some, how many
     blocks do)."""
     first_q, length_q, first_k, length_k, sequences = where
-    sequence, before = sequence_of(gl.program_id(0), length_k, sequences, 1, SIZE, COUNT)
+    sequence, before = sequence_of(gl.program_id(0), length_k, sequences, SIZE, COUNT)
     known = sequence < sequences
     queries, length = (
         gl.load(length_q + sequence, mask=known, other=0),
