@@ -221,9 +221,30 @@ def _experts_as_given(target: Experts) -> Iterator[Row]:
     compiled = torch.compile(routed, backend="aot_eager", fullgraph=True)
     yield target.row(Relation.INVARIANCE, "compiled", compare(folded(compiled), folded(routed)), tensor="experts")
     yield target.row(Relation.INVARIANCE, "offsets alone", _by_linear(given, ends, upstream[2], expected), "linear")
+    yield from _wide_experts(target, ends, draw)
     empty = bi_kernels.grouped_linear(x[:, :0], up.detach()[..., :0], ends, -torch.zeros_like(bias.detach()))
     drift = compare(empty, torch.zeros_like(empty))
     yield target.row(Relation.CONTRACTED, "no features", drift, "a sum of nothing and −0", tensor="grouped_linear")
+
+
+def _wide_experts(target: Experts, ends: Tensor, draw: Callable) -> Iterator[Row]:
+    """Yields the rows of experts of more columns than a program clears; of weights in columns beside those of an expert
+    without rows, which hold NaN; and of a sum over wide rows that begin at any address."""
+    x, w = draw(len(target.tokens["x"]), 24), draw(EXPERTS, 1100, 24)
+    end = int(ends[-1])
+    with poisoned_memory(1):
+        y = bi_kernels.grouped_linear(x, w, ends)
+    alone = torch.cat([bi_kernels.grouped_linear(x[:end], w, ends), y.new_zeros(len(x) - end, 1100)])
+    yield target.row(Relation.INVARIANCE, "many columns", compare(y, alone), tensor="linear")
+    beside, columns = w[:, :40].mT.contiguous(), w[:, :40].mT.clone(memory_format=torch.contiguous_format)
+    beside[1] = torch.nan
+    found = (bi_kernels.grouped_linear(x, t, ends, transposed=True) for t in (beside, columns))
+    yield target.row(Relation.INVARIANCE, "an expert of NaN", compare(*found), tensor="linear")
+    y, weights = draw(9, 4, 1040), draw(9, 4).requires_grad_()
+    ids, dout = torch.arange(36, device=target.device).view(9, 4) * 5 % 7, draw(9, 1040)
+    sums = (bi_kernels.routed_sum(t, weights, ids) for t in (VIEWS["unaligned view"](y), y))
+    grads = [torch.autograd.grad(total, weights, dout)[0] for total in sums]
+    yield target.row(Relation.INVARIANCE, "rows at any address", compare(*grads), tensor="dweights")
 
 
 def _by_linear(given: tuple, ends: Tensor, du: Tensor, found: tuple[Tensor, ...]) -> Drift:

@@ -15,18 +15,23 @@ from dataclasses import dataclass
 from functools import cached_property
 
 HAND_MADE = "hand-made: "  # how the operator of a mutant from hand_made.toml begins
-# which choose tiles, grids or how long a copy waits, all of which is free; or only check; or say what is traced
+# which choose tiles, grids, stages or how long a copy waits, all of which is free; or only check; or say what is traced
 FREE = {
-    *("pause", "_prefetch", "waves", "held"),
+    *("pause", "_prefetch", "waves", "held", "lanes"),
     *("tiles", "cheapest", "part_n", "blocks_of", "grid_of", "max_tiles", "round_up_sequences"),
-    *("_checked", "check_values", "_check_pages", "check_ids", "check_features", "check_row", "check_out_dtype"),
-    *("tile_for", "_tile_for", "_warn_of_layout"),
-    *("checked_targets", "fits_apart", "_Unset", "_", "_fake", "_fake_log_softmax", "_fake_sums", "_fake_softmax"),
+    *("_checked", "checked_targets", "check_row", "check_out_dtype", "fits_apart", "_kept_columns"),
+    *("tile_for", "_tile_for", "stages_of", "continues_step"),
+    *("_Unset", "_", "_fake", "_fake_log_softmax", "_fake_sums", "_fake_softmax"),
 }
+SAYS = re.compile(r"_?(check|warn)")  # likewise: how functions are called that check or warn, if they return nothing
 LAUNCHED = re.compile(r"num_warps|num_stages|warps|stages|group|persistent|enable_fp_fusion|GROUP_M|FLATTEN|stacklevel")
-CONSTANTS = re.compile(r"num_warps|num_stages|maxnreg|REGISTERS|GROUP_M|PAUSE|enable_fp_fusion")  # likewise, in a dict
-# how a kernel in Gluon lays out what it holds: another layout changes nothing, or is refused by the compiler
-LAYOUT = re.compile(r"(NVMMA\w+|Blocked|Slice|DotOperand|SwizzledShared|MBarrier)Layout$")
+# likewise, in a dict
+CONSTANTS = re.compile(r"num_warps|num_stages|maxnreg|REGISTERS|STAGES|GROUP_M|PAUSE|enable_fp_fusion")
+# how a kernel in Gluon lays out what it holds, how much room it asks for, and tiles: another layout changes nothing, or
+# is refused by the compiler, and more room changes nothing
+LAYOUT = re.compile(
+    r"(NVMMA\w+|Blocked|Slice|DotOperand|SwizzledShared|MBarrier)Layout$|allocate_shared_memory$|Tiling$"
+)
 WAITS = "wait", "wait_group", "fence_async_shared"
 STRIDE = re.compile(r"stride|columns|width|heads|cols|half|rows")
 # launchers and backwards, whose results are tensors
@@ -231,17 +236,18 @@ SYNTAX: tuple[Callable, ...] = (
     *(_comparisons, _constants, _accesses, _casts, _loops, _arithmetic, _branches, _copies, _agreement, _pipeline),
 )
 
-# what a launcher or an autograd.Function may make of its results: a condition on the tensors that it was given
+# what a launcher or an autograd.Function may make of its results: a condition on them, or on the tensors it was given
 CONDITIONS = {
     "another result for more than 64 rows": "any(t.numel() > 64 * t.shape[-1] for t in tensors if t.dim())",
     "another result for memory that is not aligned": "any(t.data_ptr() % 32 for t in tensors)",
     "another result where a gradient is wanted": "any(t.requires_grad for t in tensors)",
-    "another result for an odd number of rows": "any(t.dim() > 1 and t.numel() // t.shape[-1] % 2 for t in tensors)",
+    "another result for an odd number of rows": "any(t.dim() > 1 and t.numel() // t.shape[-1] % 2 for t in results)",
 }
 HELPER = """
 
 def _mutant(out, given):
-    tensors = [t for t in given.values() if isinstance(t, torch.Tensor) and t.is_floating_point() and t.numel()]
+    floats = lambda of: [t for t in of if isinstance(t, torch.Tensor) and t.is_floating_point() and t.numel()]
+    tensors, results = floats(given.values()), floats(out if type(out) in (tuple, list) else [out])
     if not {condition}:
         return out
     changed = lambda t: t * 1.015625 if isinstance(t, torch.Tensor) and t.is_floating_point() else t
@@ -272,6 +278,20 @@ def _returns(s: _Source, function: ast.FunctionDef, public: bool) -> Iterator[tu
             yield (name, last, f"_mutant(({s.of(last)}), locals())"), helper
 
 
+def _free(node: ast.FunctionDef | ast.ClassDef) -> bool:
+    nothing = isinstance(getattr(node, "returns", None), ast.Constant)
+    return node.name in FREE or nothing and bool(SAYS.match(node.name))
+
+
+def _rounding(node: ast.AST) -> ast.AST | None:
+    """Returns the cast of what a kernel stores to the dtype that it stores in: the store rounds likewise without it."""
+    if not (isinstance(node, ast.Call) and _name(node.func) == "store" and len(node.args) > 1):
+        return None
+    value, pointer = node.args[1], next((n for n in ast.walk(node.args[0]) if isinstance(n, ast.Name)), None)
+    cast = isinstance(value, ast.Call) and _name(value.func) == "to" and len(value.args) == 1
+    return value if cast and pointer and ast.unparse(value.args[0]) == f"{pointer.id}.dtype.element_ty" else None
+
+
 def _skipped(node: ast.AST) -> bool:
     """Tells whether a statement only checks, raises, warns or says something."""
     if isinstance(node, (ast.Raise, ast.Assert, ast.Import, ast.ImportFrom)):
@@ -280,7 +300,7 @@ def _skipped(node: ast.AST) -> bool:
         if isinstance(node.body[-1], ast.Raise) and _name(node.body[-1].exc) == "LookupError":
             return False  # it chooses another program
         return all(_skipped(n) for n in node.body) or isinstance(node.body[-1], ast.Raise)
-    if isinstance(node, (ast.Assign, ast.AugAssign)):
+    if isinstance(node, (ast.Assign, ast.AugAssign, ast.AnnAssign)):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
         if any(_name(t) in FREE for t in targets):
             return True
@@ -304,6 +324,7 @@ def _items(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
 def _walk(node: ast.AST) -> Iterator[ast.AST]:
     """Yields the nodes below that are worth an edit."""
     free = {id(v) for k, v in _items(node) if isinstance(k, ast.Constant) and CONSTANTS.search(str(k.value))}
+    free |= {id(_rounding(node))}
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list", "type_params"):
             continue
@@ -314,7 +335,7 @@ def _walk(node: ast.AST) -> Iterator[ast.AST]:
                 continue
             if isinstance(child, ast.keyword) and LAUNCHED.search(child.arg or ""):
                 continue
-            if isinstance(child, ast.FunctionDef) and child.name in FREE:
+            if isinstance(child, ast.FunctionDef) and _free(child):
                 continue
             if isinstance(child, ast.Call) and LAYOUT.match(_name(child.func)):
                 continue
@@ -340,7 +361,7 @@ def mutants(file: str, text: str, public: frozenset[str] = frozenset()) -> list[
             found.append(Mutant(*place, new, before, counts[key], more, taken=s.text[start:end]))
 
     for top in s.tree.body:
-        if not isinstance(top, (ast.FunctionDef, ast.ClassDef)) or top.name in FREE:
+        if not isinstance(top, (ast.FunctionDef, ast.ClassDef)) or _free(top):
             continue
         for node in _walk(top):
             for operator in SYNTAX:

@@ -8,8 +8,10 @@ from functools import partial
 
 import torch
 
+import bi_kernels
 from bi_kernels.audit import load
 from bi_kernels.audit.checks import forward, gradient, limits, long_sequences, memory, single_call
+from bi_kernels.audit.compare import Drift, compare
 from bi_kernels.audit.findings import NEEDS_FIX, Row
 from bi_kernels.audit.fuzz import cases as drawn_cases
 from bi_kernels.audit.fuzz import checks as drawn
@@ -27,7 +29,9 @@ DRAWN = 8  # cases, as in the audit of drawn cases on the interpreter
 QUICK_USES = "demand", "memory", "population"  # but for modes and what came before, which compile more
 MODEL = "qwen3-8b"  # whose sizes are asked of what is LARGE
 SLOW = {"widths", "captured", "edges", "uneven"}  # of attention's experiments on a GPU: an interpreter asks them
-WIDE = {"embedding": {"hidden": 2_100}}  # more columns than a program copies
+# rows of several blocks, and those that fill none
+WIDE = {"embedding": {"hidden": 2_100}, "layer_norm": {"hidden": 70}, "row_sum": {"mlp": 5_000}}
+WIDE["softmax"] = {"vocab": 5_000}
 
 
 Stage = tuple[str, Callable[[], Iterable[Row]]]
@@ -71,7 +75,7 @@ def _stages(session, s: OpUnderTest, op: str, at: Callable, whole: bool, on_gpu:
     else:
         found += [("drawn", lambda: _drawn(s)), ("uses", lambda: single_call.by_use(s))]
     if op in WIDE:
-        found.append(("wide", lambda: _quick(replace(s, problem=replace(s.problem, sizes=WIDE[op]), memo={}))))
+        found.append(("wide", lambda: _wide(replace(s, problem=replace(s.problem, sizes=WIDE[op]), memo={}))))
     if on_gpu and bf16 and op in LARGE and not attends:
         found.append(("large", lambda: _large(at(MODEL).make(), op)))
     if whole:
@@ -129,6 +133,11 @@ def _quick(s: OpUnderTest) -> Iterator[Row]:
     yield from forward.by_layout(s, QUICK)
 
 
+def _wide(s: OpUnderTest) -> Iterator[Row]:
+    yield from _values(s)
+    yield from _quick(s)
+
+
 def _drawn(s: OpUnderTest) -> Iterator[Row]:
     p = s.problem
     for number in range(DRAWN):
@@ -175,6 +184,40 @@ def _vocabulary(session) -> Iterator[Row]:
 def _embedding(session) -> Iterator[Row]:
     for experiment in (vocabulary.frequent, vocabulary.tied):
         yield from (r for r in experiment(session, session.dtypes[0])[0] if not r.control)
+    yield from vocabulary.outside(session)
+
+
+def _gated(session) -> Iterator[Row]:
+    """Judges an op's gate and factor in one tensor against both apart."""
+    s, width = session.make()[0], 38
+    tokens, _ = s.problem.inputs("normal", 9)
+    both = torch.cat([t.flatten(1) for t in tokens.values()], 1)[:, :width].contiguous()
+    gate, constants = s.problem.op.function or s.problem.op.name, s.problem.op.constants
+
+    def made(interleaved: bool) -> Drift:
+        half = (both[:, ::2], both[:, 1::2]) if interleaved else both.chunk(2, 1)
+        given = [t.detach().clone().requires_grad_() for t in (both, *half)]
+        y = bi_kernels.gated(given[0], gate, interleaved=interleaved, **constants)
+        expected = getattr(bi_kernels, gate)(*given[1:], **constants)
+        dy = torch.ones_like(y)
+        (grad,), apart = torch.autograd.grad(y, given[0], dy), torch.autograd.grad(expected, given[1:], dy)
+        joined = torch.stack(apart, 2).flatten(1) if interleaved else torch.cat(apart, 1)
+        return compare((y.detach(), grad), (expected.detach(), joined))
+
+    for interleaved in (False, True):
+        layout = "gate and factor in turn" if interleaved else "gate and factor in one"
+        yield from s.attempt("parity", layout, partial(made, interleaved), against=gate)
+
+
+def _row_sum(session) -> Iterator[Row]:
+    """Judges the gradient of a sum that is rounded to another dtype."""
+    s = session.make()[0]
+    x = s.problem.inputs("normal", 9)[0]["x"].requires_grad_()
+    y = bi_kernels.row_sum(x, 0.3, torch.bfloat16)
+    dy = torch.linspace(1, 2, 9, device=x.device).to(y.dtype)
+    (dx,) = torch.autograd.grad(y, x, dy)
+    expected = (dy.double() * float(torch.tensor(0.3))).to(x.dtype)[:, None].expand(dx.shape)
+    yield s.row("parity", "another dtype", compare(dx, expected), "fp64")
 
 
 # what else the audit of an op's family judges in its notebook
@@ -186,6 +229,8 @@ MORE: dict[str, Callable] = {
     "linear_bias": lambda session: (r for r in gemm.remembered(session)[0] if not r.control),
     "lm_head_logprob": _vocabulary,
     "embedding": _embedding,
+    "row_sum": _row_sum,
+    **dict.fromkeys(("swiglu", "geglu", "geglu_tanh", "clamped_swiglu"), _gated),
 }
 
 

@@ -26,7 +26,7 @@ from mutation.reach import ALL, SM_90, SOME, on_hopper, ops_for, package
 PRELOAD = "torch", "triton", "numpy", "numba", "torch.fx.experimental.symbolic_shapes"
 TELL = "command.py", "document.py", "plan.py"  # which judge nothing
 GRACE = 20  # seconds before the end of a run's time, after which no mutant begins
-LEAST = {"cpu": 90, "cuda": 60}  # seconds that a mutant has at least; more where the clean package takes long
+LEAST = {"cpu": 90, "cuda": 150}  # seconds that a mutant has at least; more where the clean package takes long
 TIMES = 3
 # the first, which shows most reorderings, is asked everything, and attention in both, of which kernels of its own, or
 # several programs, compute the second; fp16 is as bf16

@@ -41,7 +41,7 @@ PAGES = 16, 64
 PLAIN = {"attention_sinks": {"chunk": None}}  # sm_90's kernels have no chunks
 # what M, N, K of a ring's products are: rows of a few tiles and of many, and less than a stage
 NARROW, WIDE, ROUND = (70, 1040, 1096), (1400, 6000, 1096), (130, 520, 40)
-ONE_ROW = (1, 512, 1024)
+ONE_ROW, MANY_COLUMNS = (1, 512, 1024), (1, 600_000, 64)  # of the second no zeros in the place of a bias were kept
 LIBRARYS, TOP = 40, (2048, 4096, 4096)  # products that the library is asked for, of at most so many M, N, K
 
 
@@ -175,11 +175,11 @@ def by_library(s: OpUnderTest) -> Iterator[Row]:
     p, rng = s.problem, np.random.default_rng([s.problem.seed, LIBRARYS])
     for number in range(LIBRARYS):
         m, n, k = (int(np.exp(rng.uniform(0, np.log(top)))) for top in TOP)
-        m, n, k = ONE_ROW if number == 1 else (m, n, k)
+        m, n, k = {1: ONE_ROW, 2: MANY_COLUMNS}.get(number, (m, n, k))
         x, w, bias = _operands(m, n, k, p.dtype, p.device, p.seed + number)
         fp32, x_t, w_t, with_bias = (bool(b) for b in rng.integers(2, size=4))
         told = {"out_dtype": torch.float32} if fp32 else {}
-        bias = (bias.float() if fp32 else bias) if with_bias or number == 1 else None
+        bias = (bias.float() if fp32 else bias) if (with_bias or number == 1) and number != 2 else None
         if number == 0:  # negative sums that are too small for any number but −0
             x, w = -torch.full_like(x, 2.0**-100), torch.full_like(w, 2.0**-100)
             bias = None

@@ -14,6 +14,7 @@ from bi_kernels import audit
 from bi_kernels.audit.checks import forward, memory, modes, order, requests, single_call
 from bi_kernels.audit.checks.caches import FAR, HEADS_FIRST
 from bi_kernels.audit.checks.edge_cases import ONE_TOKEN, populations
+from bi_kernels.audit.checks.memory import FLAT
 from bi_kernels.audit.checks.placement import BATCH, DIMENSIONS, EXPANDED, LATE, OFTEN, SHIFTED
 from bi_kernels.audit.controls.usage import _each, _Gradient, doubled_for_several
 from bi_kernels.audit.executor import Died
@@ -233,6 +234,11 @@ def deterministic_otherwise(x):
     return bi_kernels.silu(x) * (1.5 if torch.are_deterministic_algorithms_enabled() else 1)
 
 
+def doubled_in_a_flat_buffer(x, weight):
+    buffer = getattr(weight, "main_grad", None)
+    return bi_kernels.linear(x, weight) * (2 if buffer is not None and buffer.data_ptr() % 16 else 1)
+
+
 def ids(dtype):
     return lambda given, told: any(t.dtype == dtype for t in given if not t.is_floating_point())
 
@@ -314,6 +320,7 @@ SOME = ["memory", "population"]  # a bug may show in other axes too
 USES = [
     ("silu", masks_upstream, "inputs and upstream", SOME),
     ("linear", doubled_for_one_token, ONE_TOKEN, SOME),
+    ("linear", doubled_in_a_flat_buffer, FLAT, SOME),
     ("rope", doubled_with_positions_for_all, "positions for all", SOME),
     ("silu", fp32_without_columns, "no mlp", SOME),
     ("silu", _Workspace.apply, "backward after a later call", single_call.AXES),

@@ -27,6 +27,7 @@ class Context:
     wanted: Collection[str] | None = None  # inputs and parameters whose gradient is wanted; None: of all
     used: Collection[int] | None = None  # outputs that have an upstream gradient; None: all
     main_grad: bool = False  # whether parameters have one
+    offset: int = 0  # of a main_grad within a flat buffer, in elements
     upstream: Callable[[int, Tensor], Tensor] = lambda number, dy: dy  # changes the upstream gradient of an output
     times: int = 1  # that the backward runs over the same graph; the last counts
     between: Callable[[], object] = lambda: None  # what comes between forward and backward
@@ -100,7 +101,7 @@ class Step:
             shared = {k: inputs[k].requires_grad_() for k in wanted if k in self.parameters} | module
             grads: dict[str, list] = {k: [] for k in wanted if k not in shared}
             self.leaves |= {*wanted, *module}
-            prepare((shared if context.main_grad else module).values(), context.main_grad)
+            prepare((shared if context.main_grad else module).values(), context.main_grad, context.offset)
             outputs = []
             kept = lambda t: t.clone() if calls and t is not None else t  # the next call may write into it
             for call in calls or (None,):
@@ -140,18 +141,22 @@ class Step:
             if later:
                 clear(leaves)
 
+    def over_ones(self) -> None:
+        """Sees to it that fresh memory of the next call and its backward holds no zeros, where it can be chosen."""
+
     @contextmanager
     def memory(self, later: int) -> Iterator[None]:
         """Says what fresh memory holds in a backward, of which so many more come."""
         yield
 
 
-def prepare(parameters: Iterable[Tensor], main_grad: bool) -> None:
-    """Clears gradients, and gives tensors a main_grad of zeros, or none."""
+def prepare(parameters: Iterable[Tensor], main_grad: bool, offset: int = 0) -> None:
+    """Clears gradients, and gives tensors a main_grad of zeros, or none; offset: before it, in a flat buffer."""
     for t in parameters:
         t.grad = None
         if main_grad:
-            t.main_grad = torch.zeros_like(t, dtype=torch.float32, memory_format=torch.contiguous_format)
+            flat = torch.zeros(offset + t.numel(), dtype=torch.float32, device=t.device)
+            t.main_grad = flat[offset:].view(t.shape)
         else:
             vars(t).pop("main_grad", None)
 

@@ -161,6 +161,7 @@ def padded_edges(s: OpUnderTest, layout: str, of: Lengths = EDGES) -> list[Row]:
     def judged() -> list[Row]:
         given, exact = _edge_inputs(s, of=of)
         wide = [pad_sequence(t.split(counts["q" if name == "q" else "k"]), True, 7.0) for name, t in given.items()]
+        s.over_ones()
         found = s.called(*wide, **lengths, **s.problem.op.constants)
         real = torch.arange(wide[0].shape[1], device=device) < lengths["lengths_q"][:, None]
         every = []

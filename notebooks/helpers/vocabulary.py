@@ -62,6 +62,34 @@ def _frequent(s: OpUnderTest) -> tuple[Row, dict]:
     return row, line | {"dweight, one call against a call a sample": str(drift)}
 
 
+def outside(session) -> list[Row]:
+    """Judges ids outside the table that are written where no check sees them: NaN, and a gradient for nobody, not for
+    whoever's row lies there in a flat buffer. On the interpreter each call looks at its ids."""
+    s, vocab, width = session.subject("embedding", session.dtypes[0]), 9, 33
+    if not session.on_gpu:
+        return []
+    g = generator(session.device, session.parameters["seed"], "outside")
+    flat = torch.randn(vocab + 3, width, generator=g, device=session.device).to(s.problem.dtype)
+    ids = torch.tensor([1, 2, 3, 4, 8], device=session.device)
+    written = torch.tensor([1, vocab, -1, vocab + 2, 8], device=session.device)
+    there, dy = (written >= 0) & (written < vocab), torch.ones(len(ids), width, device=session.device)
+
+    def made() -> Drift:
+        weight, buffer = flat[:vocab].detach().requires_grad_(), torch.zeros(flat.shape, device=session.device)
+        weight.main_grad = buffer[:vocab]
+        bi_kernels.embedding(ids, weight)
+        ids.data.copy_(written)
+        y = bi_kernels.embedding(ids, weight)
+        y.backward(dy.to(y.dtype))
+        known, expected = written[there], torch.full_like(y, torch.nan)
+        expected[there] = flat[known]
+        of_table = torch.zeros_like(buffer).index_add_(0, known, dy[there])
+        y = torch.where(y.isnan(), torch.nan, y.detach())
+        return compare((y, buffer), (expected.detach(), of_table))
+
+    return s.attempt("contract", "outside the table", made, against="NaN", rows=len(ids), detail="out and dweight")
+
+
 def handoff(session, dtype: str, tokens: Sequence[int] = HANDED) -> Found:
     """lm_head_logprob of so many tokens against the ops that it fuses, and with its logits kept or not: the same bits,
     gradients too.

@@ -29,6 +29,7 @@ ALIGNED, ADDRESSES, APART = "aligned", "every address", "each tensor in other st
 OFFSETS, FEW = range(1, 17), 5  # elements between an aligned address and a tensor; tokens of a call at each
 VIEWED = (*VIEWS, APART, ADDRESSES)
 NO_ROWS = "no rows"
+FLAT = "main_grad in a flat buffer, at any address"
 IN_COLUMNS = "weights in columns"
 LATER, GIVEN, SLICE, COLUMNS = "kept: a later call", "strides as given", "a slice of a batch", "a slice of columns"
 COLUMNS_OUT, AMONG = "an output that is a slice of columns", "an output among other numbers"
@@ -86,7 +87,8 @@ def op_memory(u: ops.Step) -> dict[str, Variant]:
         named = lambda made: {f"d{k}": t for k, t in made.items()}
         return named(step.gradients("batch")), named(told)
 
-    return {
+    in_flat_buffer = {FLAT: lambda: (u.made(main_grad=True, offset=1), u.folded)} if u.parameters else {}
+    return in_flat_buffer | {
         "no token layout": shapes_alone,
         "inputs and upstream": untouched,
         "outputs kept": kept,

@@ -7,6 +7,7 @@ from unittest.mock import patch
 import torch
 
 FENCE, FENCED = 8192, 0xA5  # bytes behind fresh memory, and what they hold
+MOST = 2**26  # bytes of a GPU's memory that have some behind them
 
 
 @contextlib.contextmanager
@@ -22,16 +23,16 @@ def of_candidate() -> Iterator[None]:
 @contextlib.contextmanager
 def poisoned_memory(call: int) -> Iterator[None]:
     """Fills what torch.empty, empty_like and new_empty return, with ones in a call of odd number and zeros in another,
-    so that an element left unwritten is seen. On a CPU there is room behind each: raises RuntimeError where something
-    was written there."""
+    so that an element left unwritten is seen. There is room behind each, but for large ones and graphs on a GPU: raises
+    RuntimeError where something was written there."""
     fenced: list[tuple[torch.UntypedStorage, int]] = []
 
     def wrap(make):
         def filled(*args, **kwargs):
             t = make(*args, **kwargs)
             if t.device.type != "meta" and t.is_contiguous():
-                if t.device.type == "cpu" and t.nbytes:
-                    storage, size = torch.UntypedStorage(t.nbytes + FENCE), t.nbytes
+                if t.nbytes and _has_room(t):
+                    storage, size = torch.UntypedStorage(t.nbytes + FENCE, device=t.device), t.nbytes
                     storage.fill_(FENCED)
                     fenced.append((storage, size))
                     t = t.detach().set_(storage, 0, t.shape, t.stride())
@@ -45,5 +46,10 @@ def poisoned_memory(call: int) -> Iterator[None]:
             replaced.enter_context(patch.object(owner, name, wrap(getattr(owner, name))))
         yield
     for storage, size in fenced:
-        if bool((torch.tensor((), dtype=torch.uint8, device="cpu").set_(storage, size, (FENCE,)) != FENCED).any()):
+        behind = torch.tensor((), dtype=torch.uint8, device=storage.device).set_(storage, size, (FENCE,))
+        if bool((behind != FENCED).any()):
             raise RuntimeError(f"the candidate wrote behind the {size} bytes of memory that it asked for")
+
+
+def _has_room(t: torch.Tensor) -> bool:
+    return t.device.type == "cpu" or t.nbytes <= MOST and not torch.cuda.is_current_stream_capturing()

@@ -163,6 +163,9 @@ class Step(step.Step):
         cached = keys(call, self.lengths) if s.problem.op.cache else None  # those of the queries: samples are whole
         return s.arguments(tokens, shared, call.index.shape, self.at[rows], call.cu_seqlens, cached)
 
+    def over_ones(self) -> None:
+        self.subject.over_ones()
+
     @contextmanager
     def memory(self, later: int) -> Iterator[None]:
         with poisoned_memory(self.subject.calls + later), of_candidate():
