@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 HAND_MADE = "hand-made: "  # how the operator of a mutant from hand_made.toml begins
-# which choose tiles, grids, stages or how long a copy waits, all of which is free; or only check; or say what is traced
+# which choose tiles, their order, grids, stages or how long a copy waits, all of which is free; or only check; or say
+# what is traced
 FREE = {
-    *("pause", "_prefetch", "waves", "held", "lanes"),
+    *("pause", "_prefetch", "waves", "held", "lanes", "_rank", "_bands"),
     *("tiles", "cheapest", "part_n", "blocks_of", "grid_of", "max_tiles", "round_up_sequences"),
     *("_checked", "checked_targets", "check_row", "check_out_dtype", "fits_apart", "_kept_columns"),
     *("tile_for", "_tile_for", "stages_of", "continues_step"),
