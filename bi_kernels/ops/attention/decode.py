@@ -14,9 +14,11 @@ from bi_kernels.ops.attention.schedule import Schedule, max_tiles
 def fits_apart(device: int, rows: int, count: int, heads: int, longest: int, schedule: Schedule) -> bool:
     """Returns whether steps apart are the faster on a GPU: where a program for each split would leave most of it idle.
     By shapes alone, so that a graph may change the lengths; 16-bit inputs."""
-    programs = count * heads * triton.cdiv(longest, schedule.split)
-    few = rows <= schedule.apart.rows * count and programs <= schedule.apart.programs and longest > 0
-    return few and (INTERPRETED or device >= 0 and is_hopper(torch.device("cuda", device)))
+    apart, programs = schedule.apart, count * heads * triton.cdiv(longest, schedule.split)
+    few = rows <= apart.rows * count and programs <= apart.programs and longest > 0
+    if INTERPRETED:
+        return few and rows * heads <= apart.interpreted
+    return few and device >= 0 and is_hopper(torch.device("cuda", device))
 
 
 @cached
