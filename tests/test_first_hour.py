@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from test_docs import PYTHON, ROOT
 
-FIRST_ANSWER, COMMAND, QUICK = 60, 60, 4 * 60  # seconds of CPU at most, on whatever else runs beside this test
+FIRST_ANSWER, COMMAND = 60, 60  # seconds of CPU at most, on whatever else runs beside this test
 MINE = """import torch
 
 import bi_kernels as bi
@@ -105,9 +105,8 @@ def test_the_first_hour(clone):
 
 @pytest.mark.slow
 def test_the_quick_run_of_every_op(clone):
-    said, took = shell("bi-audit run --quick", clone)
+    said, _ = shell("bi-audit run --quick", clone)
     assert said.endswith("status 0\n") and " 0 need a fix" in said, said
-    assert took <= QUICK
     assert git("status", "--porcelain", cwd=clone) == "", "a run leaves the clone as it was"
 
 

@@ -189,7 +189,7 @@ def test_the_audit_of_any_asks_and_finds_its_control(monkeypatch):
     assert session.judge().passed and not session.beyond()
     small = partial(offsets.beyond, elements=LAST_ELEMENT)
     monkeypatch.setattr(any_session, "beyond", small)
-    monkeypatch.setattr(any_session, "applies", lambda t: True)
+    monkeypatch.setattr(any_session, "applies_to", lambda t: True)
     session = start("any", **given)
     session.judge()
     assert [(r.verdict, r.relation) for r in session.beyond()] == [(PASS, "invariance"), (PASS, "gradient invariance")]
