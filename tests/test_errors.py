@@ -86,3 +86,9 @@ def test_what_the_interpreter_wraps_once_a_function_is_told_once():
     said = sentence(raised.value)
     assert said == f"ValueError: arange's range must be a power of 2 ({line_of(three, 'tl.arange(0, 3)')})"
     assert sentence(ValueError("one\ntwo")) == "ValueError: one", "what is no kernel's stays as it was"
+
+
+def test_a_line_that_ends_in_a_colon_is_said_with_the_next_one():
+    error = RuntimeError("backend='inductor' raised:\nFileNotFoundError: no compiler\n\nSet TORCHDYNAMO_VERBOSE=1")
+    assert sentence(error) == "RuntimeError: backend='inductor' raised: FileNotFoundError: no compiler"
+    assert sentence(ValueError("x has 3 rows\nthe rest")) == "ValueError: x has 3 rows"

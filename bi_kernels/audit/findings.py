@@ -61,9 +61,10 @@ class Row:
 
 def sentence(error: BaseException) -> str:
     """Returns an error in one line without object addresses: of a Triton kernel its last sentence and the kernel's
-    line, of any other its first line."""
+    line, of any other its first line, and the next one behind a colon."""
     found = kernel_error(error)
-    said = found.sentence if found else f"{type(error).__name__}: {error}".splitlines()[0]
+    first, *more = filter(None, map(str.strip, f"{type(error).__name__}: {error}".splitlines()))
+    said = found.sentence if found else " ".join([first, *more[: first.endswith(":")]])
     return re.sub(r" at 0x[0-9a-f]+", "", said)[:300]
 
 
