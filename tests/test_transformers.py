@@ -191,10 +191,9 @@ def test_the_keys_that_a_window_drops_are_counted():
         ends = torch.tensor([0, total])
         expected, _ = bi.attention(q, k, v, cu_seqlens_q=ends.clamp(max=1), cu_seqlens_k=ends, window=window)
         zero, one, kept = (torch.tensor([n], dtype=torch.int32) for n in (0, 1, window))
+        last, constants = [t[-window:].contiguous() for t in (k, v)], (True, 0.25, window, q.shape, None, 0.0, 0)
         found = {
-            dropped: attend(
-                Arguments(q, *(t[-window:].contiguous() for t in (k, v)), sequences, True, 0.25, window, q.shape)
-            )[0]
+            dropped: attend(Arguments(q, *last, sequences, *constants))[0]
             for dropped in (total - window, 0)
             for sequences in [trimmed(zero, one, zero, kept, torch.tensor([dropped]), window, True)]
         }
