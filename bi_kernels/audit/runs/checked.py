@@ -12,7 +12,7 @@ from bi_kernels.audit.runs import folder
 
 PARTS = "op", "checks", "dtype", "groups", "callables", "first"  # parameters by which a run asks less than an audit is
 QUICK = {"checks": "quick", "dtype": "bf16", "cases": 1}  # parameters of `--quick`, and its audits
-QUICK_AUDITS = ["attention", "random", "elementwise", "vocabulary", "rms_norm", "gemm"]
+QUICK_AUDITS = ["attention", "random", "vocabulary", "elementwise", "rms_norm", "gemm"]
 
 
 @contextlib.contextmanager
