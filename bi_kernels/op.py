@@ -74,7 +74,7 @@ def _save_tensors(ctx, inputs, output) -> None:
 
 
 def _without_gradients(backward: Callable) -> Callable:
-    """Returns a backward that is asked for no gradients where none comes, as of a function that returns None."""
+    """Returns a backward that is skipped where every upstream gradient is None, as a function may return it."""
 
     def call(ctx, *grads):
         return backward(ctx, *grads) if any(g is not None for g in grads) else (None,) * len(ctx.needs_input_grad)

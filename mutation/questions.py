@@ -30,8 +30,12 @@ QUICK_USES = "demand", "memory", "population"  # but for modes and what came bef
 MODEL = "qwen3-8b"  # whose sizes are asked of what is LARGE
 SLOW = {"widths", "captured", "edges", "uneven"}  # of attention's experiments on a GPU: an interpreter asks them
 # rows of several blocks, and those that fill none
-WIDE = {"embedding": {"hidden": 2_100}, "layer_norm": {"hidden": 70}, "row_sum": {"mlp": 5_000}}
-WIDE["softmax"] = {"vocab": 5_000}
+WIDE = {
+    "embedding": {"hidden": 2_100},
+    "layer_norm": {"hidden": 70},
+    "row_sum": {"mlp": 5_000},
+    "softmax": {"vocab": 5_000},
+}
 
 
 Stage = tuple[str, Callable[[], Iterable[Row]]]

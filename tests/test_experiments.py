@@ -8,6 +8,7 @@ import torch
 import bi_kernels
 from bi_kernels.audit import load
 from bi_kernels.audit.findings import NEEDS_FIX
+from bi_kernels.ops import embedding as embed
 from bi_kernels.ops import lm_head
 from bi_kernels.ops.embedding import MANY
 from helpers import attention_on_gpu, vocabulary, without_main_grad
@@ -84,3 +85,18 @@ def test_an_lm_head_whose_parts_are_no_whole_blocks_is_found_with_few_tokens(mon
     monkeypatch.setattr(lm_head, "_chunks", parts)
     found = {tokens: vocabulary.handoff(own, "bf16", [tokens])[0] for tokens in vocabulary.HANDED}
     assert [any(r.verdict == NEEDS_FIX for r in rows) for rows in found.values()] == [False, True]
+
+
+def reads_the_last_row(ids, weight):
+    return embed.embedding(ids.clamp(max=len(weight) - 1), weight)
+
+
+@pytest.mark.parametrize("function, verdict", [(embed.embedding, "pass"), (reads_the_last_row, NEEDS_FIX)])
+def test_an_id_outside_the_table_is_told_from_the_nearest_row(function, verdict, monkeypatch):
+    """As on a GPU, where ids that were checked are not looked at again."""
+    own = session("vocabulary", "fp32")
+    monkeypatch.setattr(type(own), "on_gpu", True)
+    monkeypatch.setattr(embed, "check_ids", lambda *args: None)
+    monkeypatch.setattr(bi_kernels, "embedding", function)
+    (row,) = vocabulary.outside(own)
+    assert row.verdict == verdict, row.detail

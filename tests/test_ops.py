@@ -367,7 +367,7 @@ class NoGradient(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_an_op_of_which_nobody_wants_a_gradient_gives_none(name):
+def test_an_op_without_an_upstream_gradient_gives_none(name):
     u = Step(under_test(name), CANCELLING, (5, 3))
     given = u.inputs()
     leaves = [given[k].requires_grad_() for k in u.floating]

@@ -142,7 +142,7 @@ class Step:
                 clear(leaves)
 
     def over_ones(self) -> None:
-        """Sees to it that fresh memory of the next call and its backward holds no zeros, where it can be chosen."""
+        """Makes fresh memory of the next call and its backward hold ones, where the target's memory can be chosen."""
 
     @contextmanager
     def memory(self, later: int) -> Iterator[None]:

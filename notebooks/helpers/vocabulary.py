@@ -63,8 +63,8 @@ def _frequent(s: OpUnderTest) -> tuple[Row, dict]:
 
 
 def outside(session) -> list[Row]:
-    """Judges ids outside the table that are written where no check sees them: NaN, and a gradient for nobody, not for
-    whoever's row lies there in a flat buffer. On the interpreter each call looks at its ids."""
+    """Judges ids outside the table, written where no check sees them: their output is NaN, and no row beside the table
+    in a flat buffer is read or gets their gradient. On the interpreter every call checks its ids."""
     s, vocab, width = session.subject("embedding", session.dtypes[0]), 9, 33
     if not session.on_gpu:
         return []
@@ -77,9 +77,10 @@ def outside(session) -> list[Row]:
     def made() -> Drift:
         weight, buffer = flat[:vocab].detach().requires_grad_(), torch.zeros(flat.shape, device=session.device)
         weight.main_grad = buffer[:vocab]
-        bi_kernels.embedding(ids, weight)
-        ids.data.copy_(written)
-        y = bi_kernels.embedding(ids, weight)
+        given = ids.clone()
+        bi_kernels.embedding(given, weight)  # checks them
+        given.data.copy_(written)
+        y = bi_kernels.embedding(given, weight)
         y.backward(dy.to(y.dtype))
         known, expected = written[there], torch.full_like(y, torch.nan)
         expected[there] = flat[known]

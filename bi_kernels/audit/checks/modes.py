@@ -274,7 +274,7 @@ def judged(t: CallableTarget, mode: str, whole: list[Tensor]) -> list[Row]:
         said = {"against": mode, "rows": len(few), "axes": [Kind.COUNT]}
         made, wanted = in_mode(t, mode, few), [y[few] for y in found]
         if _differ(made, wanted) and _differ(t.rows(t.call(few), len(few)), [y[few] for y in whole]):
-            continue  # in no mode, too, which "singles" and "micro_batches:ragged" tell
+            continue  # without the mode, too: "singles" and "micro_batches:ragged" report it
         rows += t.compared("invariance", mode + FEW, made, wanted, **said)
     return rows
 

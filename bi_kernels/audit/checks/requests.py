@@ -68,7 +68,7 @@ def gradient_requests(step: Step, main_grad: bool = True, exact: bool = True) ->
 
     def used(number: int) -> tuple[Results, Results]:
         zeros = lambda i, dy: dy if i == number else torch.zeros_like(dy)
-        step.over_ones()  # the gradient of an output that is not used is none, or zeros that are to be written
+        step.over_ones()  # a backward may need zeros for the output that is not used: unwritten, they would show
         made_of_one, wanted = made(used=[number]), made(upstream=zeros)
         for k, t in wanted.items():  # an output may be made without some of the inputs: no gradient is zeros
             if t is not None and made_of_one.get(k) is None:

@@ -152,7 +152,7 @@ class OpUnderTest(Target):
         return self.problem.arguments(tokens, shared), told
 
     def over_ones(self) -> None:
-        """Sees to it that fresh memory of the next call holds ones: what is left unwritten, not 0, shows."""
+        """Makes fresh memory of the next call hold ones, so that what is left unwritten does not pass for 0."""
         self.calls += self.calls % 2
 
     def called(self, *tensors: torch.Tensor, **told):

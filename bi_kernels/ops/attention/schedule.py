@@ -35,7 +35,7 @@ class SplitDecodeConfig(NamedTuple):
     scores: Tiling = Tiling(16, 128, 4, 3)
     values: Tiling = Tiling(16, 32, 2, 4)  # columns of v
     together: int = 4  # blocks of a round of its loop
-    interpreted: int = 96  # rows of q on the interpreter, of which each is a program, in milliseconds
+    interpreted: int = 96  # rows of q at most on the interpreter, where each is a program of some milliseconds
 
 
 @dataclass(frozen=True, eq=False)  # by identity: a launch looks one up
