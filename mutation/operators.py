@@ -325,7 +325,7 @@ def _items(node: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
 def _walk(node: ast.AST) -> Iterator[ast.AST]:
     """Yields the nodes below that are worth an edit."""
     free = {id(v) for k, v in _items(node) if isinstance(k, ast.Constant) and CONSTANTS.search(str(k.value))}
-    free |= {id(_rounding(node))}
+    rounding = _rounding(node)
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list", "type_params"):
             continue
@@ -340,7 +340,8 @@ def _walk(node: ast.AST) -> Iterator[ast.AST]:
                 continue
             if isinstance(child, ast.Call) and LAYOUT.match(_name(child.func)):
                 continue
-            yield child
+            if child is not rounding:
+                yield child
             yield from _walk(child)
 
 

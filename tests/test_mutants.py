@@ -112,6 +112,12 @@ def test_every_operator_makes_what_it_is_called():
     assert "another result for more than 64 rows" in found and "the first result of a shape again" in found
 
 
+def test_a_cast_to_what_is_stored_is_left_alone_and_what_it_casts_is_not():
+    text = "def k(y, at, total):\n    tl.store(y + at, (total + 0.0).to({}.dtype.element_ty))\n"
+    assert {*made(text.format("y"))} == {"+ 0.0 dropped", "sign"}
+    assert {*made(text.format("x"))} == {"+ 0.0 dropped", "sign", "cast dropped"}, "of another tensor"
+
+
 def test_operators_break_a_pipeline_in_gluon():
     found = made(GLUON)
     assert found["wait dropped"] == ["pass", "pass"] and found["phase by one"] == ["(x // 2 & 1) ^ 1"]
