@@ -64,7 +64,7 @@ def sentence(error: BaseException) -> str:
     line, of any other its first line, and the next one behind a colon."""
     found = kernel_error(error)
     first, *more = filter(None, map(str.strip, f"{type(error).__name__}: {error}".splitlines()))
-    said = found.sentence if found else " ".join([first, *more[: first.endswith(":")]])
+    said = found.sentence if found else " ".join([first, *more[: first.endswith(":")]]).rstrip(": ")
     return re.sub(r" at 0x[0-9a-f]+", "", said)[:300]
 
 
