@@ -11,6 +11,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 
 from bi_kernels.audit.findings import grouped
+from bi_kernels.audit.index.picture import png
 from bi_kernels.audit.index.report import promised
 from bi_kernels.audit.report import escape, tables
 from bi_kernels.audit.report.markdown import table
@@ -179,7 +180,7 @@ def write(folder: Path) -> None:
     """Writes the report, README.md and its figure, from what a run left in a folder."""
     names = "mutants.json", POPULATION, "provenance.json"
     found, there, made = (json.loads((folder / name).read_text(encoding="utf-8")) for name in names)
-    figure(found).savefig(folder / "mutants.png", bbox_inches="tight")
+    (folder / "mutants.png").write_bytes(png(figure(found)))
     plt.close("all")
     parts = [
         "# Mutants: which bugs of our own kernels do the audits see?",

@@ -1,5 +1,7 @@
 """A report is written from what its run left; the index says in a line what every report found, and what passes."""
 
+import base64
+import io
 import json
 import re
 from dataclasses import replace
@@ -9,13 +11,15 @@ from xml.etree import ElementTree
 
 import matplotlib.pyplot as plt
 import nbformat
+import pandas
 import pytest
 from conftest import ROW
 from IPython.core.formatters import DisplayFormatter
+from PIL import Image
 
 from bi_kernels.audit import kernels
 from bi_kernels.audit.axes import Kind
-from bi_kernels.audit.findings import NEEDS_FIX, PASS, UNSUPPORTED, Row, verdict_of
+from bi_kernels.audit.findings import NEEDS_FIX, PACKED, PASS, UNSUPPORTED, Row, read_rows, verdict_of
 from bi_kernels.audit.index import page, report
 from bi_kernels.audit.index.matrix import RELATION, cells
 from bi_kernels.audit.index.picture import ALL, NOT_JUDGED, REFUSED, SOME, WRONG, draw
@@ -28,7 +32,7 @@ from helpers import figures
 ROW = replace(ROW, elements=64)
 CONTROL = replace(ROW, control=True, caught=True, verdict=NEEDS_FIX)
 ROOT = Path(__file__).parents[1]
-REPORTS = sorted(path.parent for path in (ROOT / "audits").rglob(report.NOTEBOOK))
+REPORTS = sorted(path.parent for path in (ROOT / "audits").rglob(PACKED))
 
 
 def document(place: Path, *rows: Row, title: str = "GEMM: does it drift?", **made: str) -> Path:
@@ -260,6 +264,24 @@ def test_a_report_is_written_anew_from_its_evidence_which_stays_as_it_is(tmp_pat
     assert "(gpu/gemm/README.md)" in (tmp_path / "README.md").read_text()
 
 
+def test_a_published_report_packs_its_rows_and_stays_as_it_is(tmp_path, bi_audit):
+    place = document(tmp_path / "gpu" / "gemm", ROW, CONTROL, command="`bi-audit run gemm`")
+    nbformat.write(executed("# GEMM: does it drift?\n\nText.", {"image/png": PNG}), place / report.NOTEBOOK)
+    (place / "benchmark.jsonl").write_text('{"ms": 1}\n{"ms": 2}\n')
+    rows = read_rows(place)
+    report.write(place, publish=True)
+    kept = {path: path.read_bytes() for path in place.iterdir()}
+    names = {"README.md", "gemm_1_0.png", "provenance.json", PACKED, "benchmark.jsonl.xz"}
+    assert {path.name for path in kept} == names and read_rows(place) == rows
+    assert f"Evidence: [{PACKED}]({PACKED})." in kept[place / "README.md"].decode()
+    assert [*pandas.read_json(place / "benchmark.jsonl.xz", lines=True).ms] == [1, 2]
+    assert bi_audit("report", tmp_path).returncode == 0 and kept == {path: path.read_bytes() for path in place.iterdir()}
+    assert line((tmp_path / "README.md").read_text(), "gemm")
+    (place / PACKED).write_bytes(kept[place / PACKED][:-9])
+    done = bi_audit("report", tmp_path)
+    assert done.returncode == 2 and f"{PACKED} holds no JSON" in done.err, "cut short"
+
+
 def test_a_figures_alternative_text_is_its_own_title_or_what_stands_above_it(tmp_path):
     told = nbformat.v4.new_output("display_data", {"image/png": PNG}, metadata={"image/png": {"alt": "2 of 3 drift"}})
     notebook = executed("# GEMM", "## A [map](a.md)\n\nElements that *differ*: by M. More.", {"image/png": PNG})
@@ -275,7 +297,7 @@ def test_a_figures_alternative_text_is_its_own_title_or_what_stands_above_it(tmp
 def test_jupyter_keeps_the_title_of_a_figure_with_it(monkeypatch):
     shell = SimpleNamespace(display_formatter=DisplayFormatter())
     monkeypatch.setattr(figures, "shell", lambda: shell)
-    figures.record_titles()
+    figures.show_small()
     figure, axes = plt.subplots(1, 2)
     axes[0].set_title("one", loc="left")
     axes[1].set_title("the\nother")
@@ -283,6 +305,8 @@ def test_jupyter_keeps_the_title_of_a_figure_with_it(monkeypatch):
     assert shown() == "one; the other"
     figure.suptitle("both")
     assert shown() == "both"
+    small = base64.b64decode(shell.display_formatter.format(figure)[0]["image/png"])
+    assert Image.open(io.BytesIO(small)).mode == "P", "one byte a pixel"
     plt.close(figure)
 
 
@@ -292,14 +316,14 @@ def test_every_figure_of_a_committed_report_says_what_it_shows():
 
 
 @pytest.mark.parametrize("place", REPORTS, ids=lambda place: place.relative_to(ROOT / "audits").as_posix())
-def test_a_committed_report_shows_the_figures_of_its_evidence(place):
-    _, figures = report.markdown(nbformat.read(place / report.NOTEBOOK, as_version=4), place.name)
-    text = (place / "README.md").read_text(encoding="utf-8")
-    assert {path.name for path in place.glob("*.png")} == {*re.findall(r"\]\((\w+\.png)\)", text)} == {*figures}
-    assert report.promised(place) in text
+def test_a_committed_report_shows_its_figures_and_counts_its_evidence(place):
+    text, rows = (place / "README.md").read_text(encoding="utf-8"), pandas.read_json(place / PACKED)
+    assert {path.name for path in place.glob("*.png")} == {*re.findall(r"\]\((\w+\.png)\)", text)}
+    assert report.promised(place) in text and report.counted(read_rows(place)) in text
+    assert len(rows) == len(read_rows(place)) and not (place / report.NOTEBOOK).exists()
 
 
 def test_the_committed_index_has_every_report():
     text = (ROOT / "audits" / "README.md").read_text(encoding="utf-8")
-    places = {path.parent.relative_to(ROOT / "audits").as_posix() for path in (ROOT / "audits").rglob("*.json")}
+    places = {path.parent.relative_to(ROOT / "audits").as_posix() for path in (ROOT / "audits").rglob("*.json*")}
     assert all(f"({place}/README.md)" in text for place in places) and len(places) > 30

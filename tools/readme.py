@@ -11,6 +11,7 @@ weights instead of a download. Needs the extra `test` and a checkout.
 
 import difflib
 import json
+import lzma
 import math
 import os
 import platform
@@ -89,11 +90,11 @@ def models() -> str:
 def ops() -> str:
     """Returns the public ops and what the H200 reports say of each: forward, backward, dtypes."""
     import bi_kernels  # noqa: PLC0415
-    from bi_kernels.audit.findings import grouped  # noqa: PLC0415 (as above)
+    from bi_kernels.audit.findings import PACKED, grouped, read_rows  # noqa: PLC0415 (as above)
     from bi_kernels.audit.registry import OPS  # noqa: PLC0415
 
     rows = [
-        r for path in sorted(H200.glob("*/verdicts.json")) for r in json.loads(path.read_text()) if not r["control"]
+        r for path in sorted(H200.glob(f"*/{PACKED}")) for r in read_rows(path.parent) if not r["control"]
     ]
     judged: dict[str, dict[str, list[dict]]] = {}
     for r in rows:
@@ -115,7 +116,7 @@ def ops() -> str:
 
 def speed() -> str:
     """Returns the table of times on the H200, from the reports' data."""
-    bench = [json.loads(line) for line in (H200 / "bench" / "benchmark.jsonl").read_text().splitlines()]
+    bench = [json.loads(line) for line in lzma.open(H200 / "bench" / "benchmark.jsonl.xz")]
     steps = {r["what"]: r["of stock"] for r in tables(H200 / "transformers" / "README.md", "of stock")}
     chain = tables(H200 / "chain" / "README.md", "of stock compiled")[0]
 

@@ -2,6 +2,7 @@
 file."""
 
 import json
+import lzma
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
@@ -15,6 +16,7 @@ PRECONDITION = "precondition"  # relation of a row that compares no bits, and wi
 NOT_RUN = "required, not run"
 LATE = "not run"  # layout of a row of what a budget left no time for
 LOCALISER = "localiser"  # relation of a row that says whether it names an op
+VERDICTS, PACKED = "verdicts.json", "verdicts.json.xz"  # the rows of a document; the same, as they are committed
 TITLE = "# Audits\n\nWritten by `bi-audit report`"  # how an index of documents begins
 
 
@@ -131,19 +133,35 @@ def write_rows(path: Path, rows: list[dict]) -> None:
     part.replace(path)
 
 
+def pack(path: Path) -> None:
+    """Compresses a file of JSON, which pandas.read_json opens as before; the same bytes of the same file."""
+    path.with_name(f"{path.name}.xz").write_bytes(lzma.compress(path.read_bytes()))
+    path.unlink()
+
+
+def rows_file(folder: Path) -> Path | None:
+    """Returns the file of a document's verdicts, None where it has none."""
+    return next((path for name in (VERDICTS, PACKED) if (path := folder / name).is_file()), None)
+
+
+def _loaded(path: Path):
+    data = path.read_bytes()
+    return json.loads(lzma.decompress(data) if path.name == PACKED else data)
+
+
 def read_rows(folder: Path) -> list[dict]:
     """Reads the verdicts of one document; none if it has none, or if they were cut short."""
     try:
-        return json.loads((folder / "verdicts.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return _loaded(path) if (path := rows_file(folder)) else []
+    except (OSError, ValueError, lzma.LZMAError):
         return []
 
 
 def checked_rows(path: Path) -> list[dict]:
     """Reads a file of verdicts. Raises ValueError for a file that is something else."""
     try:
-        rows = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
+        rows = _loaded(path)
+    except (ValueError, lzma.LZMAError):
         raise ValueError(f"{path} holds no JSON, expected the verdicts of an audit") from None
     later = {f.name: f.default for f in fields(Row) if f.default is not MISSING} | {"axes": []}  # new to older reports
     expected = {f.name for f in fields(Row)} - later.keys()

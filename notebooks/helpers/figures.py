@@ -1,6 +1,7 @@
 """Figures of the notebooks: apart from the tables, for the library that draws takes half a second to load."""
 
 import math
+from base64 import b64encode
 from itertools import cycle
 
 import matplotlib.pyplot as plt
@@ -9,6 +10,7 @@ import pandas as pd
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.patches import Rectangle
 
+from bi_kernels.audit.index.picture import png
 from bi_kernels.audit.progress import shell
 
 plt.rcParams.update(
@@ -32,15 +34,18 @@ def title(figure: plt.Figure) -> str:
     return " ".join((figure.get_suptitle() or "; ".join(filter(None, axes))).split())
 
 
-def record_titles() -> None:
-    """Has Jupyter keep the title of each figure that it shows in the output's metadata, where reports find their
-    alternative text."""
+def show_small() -> None:
+    """Has Jupyter show figures with one byte a pixel, and keep the title of each in the output's metadata, where
+    reports find their alternative text."""
     if found := shell():
-        told = lambda figure: ({}, {"image/png": {"alt": title(figure)}})
-        found.display_formatter.mimebundle_formatter.for_type(plt.Figure, told)
+        import matplotlib_inline.backend_inline  # noqa: F401 (it says how figures are shown, once)
+
+        formatter, told = found.display_formatter, lambda figure: ({}, {"image/png": {"alt": title(figure)}})
+        formatter.mimebundle_formatter.for_type(plt.Figure, told)
+        formatter.formatters["image/png"].for_type(plt.Figure, lambda figure: b64encode(png(figure)).decode())
 
 
-record_titles()
+show_small()
 
 
 def _short(v: float) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bi_kernels.audit import kernels
-from bi_kernels.audit.findings import PASS, TITLE, checked_rows, grouped
+from bi_kernels.audit.findings import PACKED, PASS, TITLE, VERDICTS, checked_rows, grouped, rows_file
 from bi_kernels.audit.index import report as reports
 from bi_kernels.audit.index.matrix import RELATION, cells, matrix
 from bi_kernels.audit.index.report import PAGE
@@ -31,7 +31,7 @@ class Document:
 
     @property
     def mutants(self) -> bool:
-        return not (self.path / "verdicts.json").exists()
+        return not rows_file(self.path)
 
     @property
     def verdict(self) -> str:
@@ -73,13 +73,14 @@ def documents(folder: Path) -> dict[Path, list[Document]]:
     """Returns the documents below a folder by the folder that each is in: those of GPUs that bits are promised on come
     first, those of the interpreter last. Raises ValueError for a file that no audit wrote."""
     found = []
-    for path in sorted([*folder.rglob("verdicts.json"), *folder.rglob("mutants.json")]):
-        place, made = path.parent, path.with_name("provenance.json")
-        if place == folder or any(part.startswith(".") for part in place.relative_to(folder).parts):
+    places = {path.parent for name in (VERDICTS, PACKED, "mutants.json") for path in folder.rglob(name)}
+    for place in sorted(places - {folder}):
+        made, file = place / "provenance.json", rows_file(place)
+        if any(part.startswith(".") for part in place.relative_to(folder).parts):
             continue
-        if path.name == "verdicts.json" and list(place.glob("*/verdicts.json")):
+        if file and any(map(rows_file, place.glob("*/"))):
             continue  # the rows of the documents below it once more
-        rows = checked_rows(path) if path.name == "verdicts.json" else _read(path, list) and []
+        rows = checked_rows(file) if file else _read(place / "mutants.json", list) and []
         found.append(Document(place, rows, _read(made, dict) if made.exists() else {}))
     places = grouped(found, lambda d: d.path.parent)
     return dict(sorted(places.items(), key=lambda item: _rank(*item)))

@@ -6,6 +6,7 @@ import textwrap
 import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Rectangle
+from PIL import Image
 
 from bi_kernels.audit.findings import NEEDS_FIX, PASS, UNSUPPORTED
 from bi_kernels.audit.index.matrix import RELATION
@@ -15,6 +16,14 @@ SOME, ALL = "#6baed6", "#08519c"  # of the dtypes that were asked pass
 WRONG, REFUSED, NOT_JUDGED, LINES = "#d55e00", "#bdbdbd", "#f2f2f2", "#999999"
 WIDE, HIGH = 0.21, 0.19  # inches of a cell
 ROOM = {"svg.hashsalt": "bi-audit", "svg.fonttype": "none", "font.size": 8, "hatch.linewidth": 0.4}
+
+
+def png(figure: Figure) -> bytes:
+    """Returns a figure as a PNG with one byte a pixel, of 256 colors, which takes a third of the usual bytes."""
+    drawn, small = io.BytesIO(), io.BytesIO()
+    figure.savefig(drawn, format="png", bbox_inches="tight")
+    Image.open(drawn).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(small, format="PNG", optimize=True)
+    return small.getvalue()
 
 
 def draw(places: dict[str, dict], title: str) -> str:

@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from bi_kernels.audit.axes import compares_bits
-from bi_kernels.audit.findings import NEEDS_FIX, PASS, UNSUPPORTED, late, needs_fix, read_rows, verdict_of
+from bi_kernels.audit.findings import (
+    NEEDS_FIX,
+    PACKED,
+    PASS,
+    UNSUPPORTED,
+    VERDICTS,
+    late,
+    needs_fix,
+    pack,
+    read_rows,
+    verdict_of,
+)
 from bi_kernels.audit.index import goals
 from bi_kernels.audit.report import escape
 from bi_kernels.audit.report.markdown import MARK, folded, table
@@ -133,6 +144,7 @@ def page(body: str, folder: Path, rows: list[dict], place: Path | None = None) -
         counted=counted(rows),
         interpreted=ON_INTERPRETER if any(r["device"] == "interpreter" for r in rows) else "",
         command=fields.pop("command", ""),
+        evidence=[escape.link(name, name) for name in (VERDICTS, PACKED, NOTEBOOK) if (folder / name).is_file()],
         rest=rest.strip(),
         provenance=folded("Provenance", table([{"": k, "value": escape.text(v)} for k, v in fields.items()])),
         promised=promised(place or folder),
@@ -185,16 +197,21 @@ def raised(cell: "NotebookNode") -> bool:
     return any(output.output_type == "error" for output in cell.get("outputs", []))
 
 
-def write(folder: Path) -> None:
-    """Writes the report of a folder anew from its evidence. Where no notebook was left, the title stays."""
-    notebook, text = folder / NOTEBOOK, folder / PAGE
-    if notebook.is_file():
-        import nbformat  # noqa: PLC0415 (as nbconvert)
+def write(folder: Path, publish: bool = False) -> None:
+    """Writes the report of a folder anew from its evidence. One without a notebook stays as it is: it was published.
 
-        body, figures = markdown(nbformat.read(notebook, as_version=4), folder.name)
-        for name, data in figures.items():
-            (folder / name).write_bytes(data)
-    else:
-        lines = text.read_text(encoding="utf-8").splitlines() if text.is_file() else []
-        body = next(iter(lines), f"# {folder.name}").partition(": ")[0]
-    text.write_text(page(body, folder, read_rows(folder)), encoding="utf-8")
+    publish: then packs verdicts and benchmarks, and drops the notebook, which any run makes again and most of which is in the
+    report.
+    """
+    if not (notebook := folder / NOTEBOOK).is_file():
+        return
+    import nbformat  # noqa: PLC0415 (as nbconvert)
+
+    body, figures = markdown(nbformat.read(notebook, as_version=4), folder.name)
+    for name, data in figures.items():
+        (folder / name).write_bytes(data)
+    if publish:
+        for path in (folder / VERDICTS, *folder.glob("*.jsonl")):
+            pack(path)
+        notebook.unlink()
+    (folder / PAGE).write_text(page(body, folder, read_rows(folder)), encoding="utf-8")

@@ -53,6 +53,8 @@ def run(given) -> None:
             interpreted = choose(told["device"]).type == "cpu" and not narrowed
             plan = _plan(todo, out, jobs, interpreted) if todo else ""
             runner.run(todo, of_each, out, jobs, said, seconds, (given.cell_timeout, given.timeout), plan)
+            for name in names if given.publish else ():
+                report.write(out / name, publish=True)
             folder.collect(out)
             page.write(indexed[-1])
             if given.publish and narrowed:

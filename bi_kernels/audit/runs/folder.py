@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from bi_kernels.audit import kernels
-from bi_kernels.audit.findings import NEEDS_FIX, TITLE, Row, checked_rows, read_rows, write_rows
+from bi_kernels.audit.findings import NEEDS_FIX, TITLE, VERDICTS, Row, checked_rows, read_rows, rows_file, write_rows
 
 RUNS, PUBLISHED = "runs", "audits"  # where documents are written unless told, and where they are committed
 ROOM = 2**20  # bytes that a document may take
@@ -57,12 +57,8 @@ def refuse_foreign(out: Path, names: list[str], option: str = "--out") -> None:
         raise ValueError(f"{option} is {str(out)!r}, whose README.md no run of audits wrote; name another folder")
     for name in names:
         folder = out / name
-        if not folder.is_dir() and folder.exists() or folder.is_dir() and any(folder.iterdir()) and not _ours(folder):
+        if not folder.is_dir() and folder.exists() or folder.is_dir() and any(folder.iterdir()) and not rows_file(folder):
             raise ValueError(f"{option} is {str(out)!r}, where {name} is something that no audit wrote; name another")
-
-
-def _ours(folder: Path) -> bool:
-    return (folder / "verdicts.json").is_file()
 
 
 def building(out: Path, name: str) -> Path:
@@ -109,8 +105,9 @@ def _interrupted(folder: Path) -> Path:
 
 def collect(out: Path) -> list[dict]:
     """Returns the rows of every document in a folder, also written to its verdicts.json."""
-    rows = [row for path in sorted(out.glob("[!.]*/verdicts.json")) for row in checked_rows(path)]
-    write_rows(out / "verdicts.json", rows)
+    files = [file for path in sorted(out.glob("[!.]*/")) if (file := rows_file(path))]
+    rows = [row for file in files for row in checked_rows(file)]
+    write_rows(out / VERDICTS, rows)
     return rows
 
 
