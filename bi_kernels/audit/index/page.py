@@ -18,6 +18,7 @@ from bi_kernels.audit.report.markdown import MARK, folded, table
 from bi_kernels.contract import CONTRACT
 
 PICTURE = "status.svg"
+MUTANTS = "mutants.json"  # what `bi-audit mutate` leaves
 OLDER = "older kernels"  # of a report, where the kernels or the contract here are others than those it was made of
 
 
@@ -73,14 +74,16 @@ def documents(folder: Path) -> dict[Path, list[Document]]:
     """Returns the documents below a folder by the folder that each is in: those of GPUs that bits are promised on come
     first, those of the interpreter last. Raises ValueError for a file that no audit wrote."""
     found = []
-    places = {path.parent for name in (VERDICTS, PACKED, "mutants.json") for path in folder.rglob(name)}
+    places = {path.parent for name in (VERDICTS, PACKED, MUTANTS) for path in folder.rglob(name)}
     for place in sorted(places - {folder}):
         made, file = place / "provenance.json", rows_file(place)
         if any(part.startswith(".") for part in place.relative_to(folder).parts):
             continue
         if file and any(map(rows_file, place.glob("*/"))):
             continue  # the rows of the documents below it once more
-        rows = checked_rows(file) if file else _read(place / "mutants.json", list) and []
+        if (place / MUTANTS).exists():
+            _read(place / MUTANTS, list)
+        rows = checked_rows(file) if file else []
         found.append(Document(place, rows, _read(made, dict) if made.exists() else {}))
     places = grouped(found, lambda d: d.path.parent)
     return dict(sorted(places.items(), key=lambda item: _rank(*item)))
