@@ -15,9 +15,12 @@ from bi_kernels.audit.index.report import PAGE
 from bi_kernels.audit.parameters import CHECKOUT
 from bi_kernels.audit.report import escape
 from bi_kernels.audit.report.markdown import MARK, folded, table
+from bi_kernels.audit.report.sentences import headline
+from bi_kernels.audit.runs.runner import audits
 from bi_kernels.contract import CONTRACT
 
 PICTURE = "status.svg"
+OURS = {"bi_kernels"}  # candidates
 MUTANTS = "mutants.json"  # what `bi-audit mutate` leaves
 OLDER = "older kernels"  # of a report, where the kernels or the contract here are others than those it was made of
 
@@ -38,24 +41,37 @@ class Document:
     def verdict(self) -> str:
         return "" if self.mutants else reports.verdict(self.path, self.rows)
 
+    @property
+    def ours(self) -> bool:
+        """Tells whether it judges this package's kernels on a device that bits are promised on."""
+        promised = self.made.get("architecture") in CONTRACT["architectures"]["promised"]
+        return promised and bool(self.rows) and {r["candidate"] for r in self.rows if not r["control"]} <= OURS
+
+    def older(self, here: str) -> bool:
+        """Tells whether it is of other kernels than those of a digest, or of another contract."""
+        return bool(self.made) and self.made.get("kernels") != here
+
     def line(self, folder: Path, here: str) -> dict:
-        """Returns its line in the index: what was found, by how many checks, when, and whether of older kernels than
-        `here`."""
-        page = self.path / PAGE
+        """Returns its line in the index: what was asked and found, by how many checks, when, of which commit, and
+        whether of older kernels than `here`."""
+        page, name = self.path / PAGE, self.path.name
+        asked = every[name].title.partition(": ")[2] if name in (every := audits()) else ""
         if self.mutants:
-            lines = page.read_text(encoding="utf-8").splitlines() if page.exists() else []
+            lines = page.read_text(encoding="utf-8").splitlines() if page.exists() else [""]
+            asked = lines[0].partition(": ")[2]
             found, checks = next((line.split("**")[1] for line in lines if line.startswith("**")), ""), MARK[""]
         else:
             mark = MARK[self.verdict] if self.verdict else ""
             said = reports.others(self.path), mark, reports.finding(self.path, self.rows)
             found = " ".join(filter(None, said))
             checks = reports.counted(self.rows)
-        older = [OLDER] * (bool(self.made) and self.made.get("kernels") != here)
+        made = [self.made.get("date", MARK[""]), self.made.get("commit", MARK[""])[:8], *[OLDER] * self.older(here)]
         return {
-            "report": escape.link(self.path.name, page.relative_to(folder).as_posix()),
-            "what was found": found,
+            "report": escape.link(name, page.relative_to(folder).as_posix()),
+            "question": f"{asked[:1].upper()}{asked[1:]}",
+            "found": found,
             "checks": checks,
-            "date": ", ".join([self.made.get("date", MARK[""]), *older]),
+            "made": ", ".join(made),
         }
 
 
@@ -91,9 +107,21 @@ def documents(folder: Path) -> dict[Path, list[Document]]:
 
 def _rank(place: Path, found: Sequence[Document]) -> tuple:
     told = {d.made.get("architecture", "").partition(" ")[0] for d in found}
-    ours = lambda d: not d.mutants and {r["candidate"] for r in d.rows if not r["control"]} <= {"bi_kernels"}
+    ours = lambda d: not d.mutants and {r["candidate"] for r in d.rows if not r["control"]} <= OURS
     theirs = not all(map(ours, found))
     return not told & {*CONTRACT["architectures"]["promised"]}, "interpreter" in told, theirs, -len(found), place
+
+
+def lead(found: Sequence[Document], here: str) -> str:
+    """Says in a sentence what the reports on this package's kernels found, where bits are promised; '' of none."""
+    mine = [d for d in found if d.ours]
+    if not mine:
+        return ""
+    devices = escape.text(", ".join(dict.fromkeys(d.made["device"] for d in mine)))
+    rows, older = [r for d in mine for r in d.rows], sum(d.older(here) for d in mine)
+    said = headline(rows).partition("; refused")[0]
+    aged = f" {older} of these {len(mine)} reports are of {OLDER} than those here." * bool(older)
+    return f"**{devices}, {len(mine)} reports: {said[:1].lower()}{said[1:]}.** {reports.counted(rows)}.{aged}"
 
 
 def _sum(found: Sequence[Document]) -> str:
@@ -131,6 +159,7 @@ def report(folder: Path) -> dict[str, str]:
         title=TITLE,
         older=OLDER,
         promised=reports.promised(folder),
+        lead=lead([d for found in every.values() for d in found], here),
         picture=PICTURE if files else "",
         places=places,
         matrices={name: rows[name] for name in status},
