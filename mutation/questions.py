@@ -2,6 +2,7 @@
 
 import signal
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -62,12 +63,12 @@ def stages(op: str, dtype: str, device: str, depth: str, seed: int, first: str =
     s = _as_in_the_audit(session)
     every = _of_sm_90(s, op, at) if depth == SM_90 else _stages(session, s, op, at, depth == ALL, device == "cuda")
     for name, rows in sorted(every, key=lambda stage: stage[0] != first):
-        yield name, _lazily(rows)
-        s.forget()
+        yield name, _lazily(s, rows)
 
 
-def _lazily(rows: Callable[[], Iterable[Row]]) -> Iterator[Row]:
+def _lazily(s: OpUnderTest, rows: Callable[[], Iterable[Row]]) -> Iterator[Row]:
     yield from rows()
+    s.forget()
 
 
 def _stages(session, s: OpUnderTest, op: str, at: Callable, whole: bool, on_gpu: bool) -> list[Stage]:
@@ -266,28 +267,31 @@ def killer(
 def _killer(
     asks: list[tuple[str, str, str]], device: str, seed: int, patience: int, before: dict, only: Sequence[str]
 ) -> dict:
-    """before: what killed with another seed, whose stage comes first."""
+    """The first stage of each op and dtype is asked, then the second of each: what shows a bug in a second comes
+    before what takes minutes. before: what killed with another seed, whose stage comes first."""
     count, longest, last, took = 0, 0.0, time.monotonic(), {}
-    for op, dtype, depth in asks:
+    first = lambda ask: before["stage"] if ask[:2] == (before.get("op"), before.get("dtype")) else ""
+    turns = deque((ask, stages(*ask[:2], device, ask[2], seed, first(ask))) for ask in asks)
+    while turns:
+        (op, dtype, depth), mine = turn = turns.popleft()
         relation, layout, detail, stage, killed = "raised", "", "", "", False
-        mine = (op, dtype) == (before.get("op"), before.get("dtype"))
         try:
             signal.alarm(patience)
-            for stage, rows in stages(op, dtype, device, depth, seed, before["stage"] if mine else ""):
-                began = time.monotonic()
-                for row in rows if not only or stage in only else ():
-                    signal.alarm(patience)
-                    now = time.monotonic()
-                    count, longest, last = count + 1, max(longest, now - last), now
-                    if killed := row.verdict == NEEDS_FIX:
-                        relation, layout, detail = row.relation, row.layout, row.detail
-                        break
-                took[f"{op}, {dtype}, {stage}"] = round(time.monotonic() - began, 1)
-                if killed:
+            stage, rows = next(mine, ("", ()))
+            began = time.monotonic()
+            for row in rows if not only or stage in only else ():
+                signal.alarm(patience)
+                now = time.monotonic()
+                count, longest, last = count + 1, max(longest, now - last), now
+                if killed := row.verdict == NEEDS_FIX:
+                    relation, layout, detail = row.relation, row.layout, row.detail
                     break
-            else:
-                if torch.cuda.is_available():
-                    torch.cuda.synchronize()  # what the device has to say of an illegal access comes here
+            if stage:
+                took[f"{op}, {dtype}, {stage}"] = round(time.monotonic() - began, 1)
+                turns.append(turn)
+            elif torch.cuda.is_available():
+                torch.cuda.synchronize()  # what the device has to say of an illegal access comes here
+            if not killed:
                 continue
         except Exception as error:
             detail = f"{type(error).__name__}: {error}"

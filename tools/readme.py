@@ -93,9 +93,7 @@ def ops() -> str:
     from bi_kernels.audit.findings import PACKED, grouped, read_rows  # noqa: PLC0415 (as above)
     from bi_kernels.audit.registry import OPS  # noqa: PLC0415
 
-    rows = [
-        r for path in sorted(H200.glob(f"*/{PACKED}")) for r in read_rows(path.parent) if not r["control"]
-    ]
+    rows = [r for path in sorted(H200.glob(f"*/{PACKED}")) for r in read_rows(path.parent) if not r["control"]]
     judged: dict[str, dict[str, list[dict]]] = {}
     for r in rows:
         if r["op"] in OPS:
@@ -116,7 +114,8 @@ def ops() -> str:
 
 def speed() -> str:
     """Returns the table of times on the H200, from the reports' data."""
-    bench = [json.loads(line) for line in lzma.open(H200 / "bench" / "benchmark.jsonl.xz")]
+    packed = (H200 / "bench" / "benchmark.jsonl.xz").read_bytes()
+    bench = [json.loads(line) for line in lzma.decompress(packed).splitlines()]
     steps = {r["what"]: r["of stock"] for r in tables(H200 / "transformers" / "README.md", "of stock")}
     chain = tables(H200 / "chain" / "README.md", "of stock compiled")[0]
 

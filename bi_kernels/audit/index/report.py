@@ -200,8 +200,7 @@ def raised(cell: "NotebookNode") -> bool:
 def write(folder: Path, publish: bool = False) -> None:
     """Writes the report of a folder anew from its evidence. One without a notebook stays as it is: it was published.
 
-    publish: then packs verdicts and benchmarks, and drops the notebook, which any run makes again and most of which is in the
-    report.
+    publish: then packs verdicts and benchmarks, and drops the notebook, which any run makes again.
     """
     if not (notebook := folder / NOTEBOOK).is_file():
         return

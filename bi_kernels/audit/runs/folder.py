@@ -57,7 +57,8 @@ def refuse_foreign(out: Path, names: list[str], option: str = "--out") -> None:
         raise ValueError(f"{option} is {str(out)!r}, whose README.md no run of audits wrote; name another folder")
     for name in names:
         folder = out / name
-        if not folder.is_dir() and folder.exists() or folder.is_dir() and any(folder.iterdir()) and not rows_file(folder):
+        theirs = any(folder.iterdir()) and not rows_file(folder) if folder.is_dir() else folder.exists()
+        if theirs:
             raise ValueError(f"{option} is {str(out)!r}, where {name} is something that no audit wrote; name another")
 
 
