@@ -26,7 +26,7 @@ from helpers.coverage import missing
 AT_ONCE = 256  # cases that one process is given
 SHOWN = 3  # cases of one op, dtype and question that have a row of their own
 DRAWN = "drawn"
-SERVER, SERVED = "a server and a trainer", 2000  # layout of the row of variants, and calls that it is of
+SERVED = 1000  # calls of a server, and of a trainer
 
 Part = tuple[str, str, tuple[int, ...]]  # op, dtype, numbers of cases
 Seen = tuple[str, str, int, int, bool]  # op, population, tokens, largest dimension, whether all passed
@@ -43,7 +43,7 @@ def judge_cases(session) -> tuple[list[Row], list[Seen]]:
     parallel.ahead(session, judge_some, parts)
     parallel.ahead(session, judge_control, groups(session))
     if session.on_gpu and session.candidate.spec == "bi_kernels":
-        session.begun[SERVER] = executor.begin(f"{variants.__name__}:served", "cuda", SERVED)
+        session.begun[served] = executor.begin(f"{variants.__name__}:served", "cuda", SERVED)
     found: dict[tuple[str, str], tuple[list[Row], list[Seen]]] = {}
     for part in Voice(session.audit, len(parts), quiet=not session.on_gpu).steps(parts):
         for known, new in zip(found.setdefault(part[:2], ([], [])), _judged(session, part)):
@@ -162,22 +162,24 @@ def summed(rows: list[Row]) -> list[Row]:
 
 
 def served(session) -> list[Row]:
-    """Records and returns the row of the variants that one model's server and trainer compile, with the numbers of
-    each kernel; on a GPU."""
-    most, found, said = RANDOM["variants"], {}, ""
+    """Records and returns the rows of the variants that one model's server and its trainer compile, with the numbers
+    of each kernel; on a GPU."""
+    found, why, rows = {}, "", []
     try:
-        found = session.begun.pop(SERVER).result()
+        found = session.begun.pop(served).result()
     except executor.Died as died:
-        said = f"; {sentence(died)}"
-    count = sum(found.values())
-    said = f"{count} variants compiled in {SERVED:,} calls, at most {most} allowed{said}: " + ", ".join(
-        f"{kernel} {n}" for kernel, n in sorted(found.items(), key=lambda one: -one[1])
-    )
-    label = session.audit, EVERY, "", "bi_kernels", "bf16", session.device_name, "variants", SERVER, "", "", 0
-    row = Row(*label, verdict=PASS if 0 < count <= most else NEEDS_FIX, detail=said, repro=session.command)
-    row.mismatches, row.elements = max(0, count - most), count
-    session.add([row])
-    return [row]
+        why = f"; {sentence(died)}"
+    for who, most in RANDOM["variants"].items():
+        mine = sorted(found.get(who, {}).items(), key=lambda one: -one[1])
+        count = sum(n for _, n in mine)
+        said = f"{count} variants compiled in {SERVED:,} calls of a {who}, at most {most} allowed{why}"
+        label = session.audit, EVERY, "", "bi_kernels", "bf16", session.device_name, "variants", f"a {who}", "", "", 0
+        row = Row(*label, verdict=PASS if 0 < count <= most else NEEDS_FIX, repro=session.command)
+        row.detail = f"{said}: {', '.join(f'{kernel} {n}' for kernel, n in mine)}"
+        row.mismatches, row.elements = max(0, count - most), count
+        rows.append(row)
+    session.add(rows)
+    return rows
 
 
 def populations(seen: list[Seen]) -> Markdown:

@@ -109,9 +109,11 @@ class Served:
             self.logprob((count,), bi.packed_positions(told["cu_seqlens_q"], count), **told).sum().backward()
 
 
-def served(device: str, calls: int, seed: int = 0, shapes: str = "qwen3-8b", longest: int = LONGEST) -> dict[str, int]:
-    """Returns {kernel: how many variants are compiled} in so many calls, of sizes drawn log-uniform, forward and
-    backward."""
+def served(
+    device: str, calls: int, seed: int = 0, shapes: str = "qwen3-8b", longest: int = LONGEST
+) -> dict[str, dict[str, int]]:
+    """Returns {kernel: how many variants are compiled} of a server, which computes forward alone, and of a trainer, in
+    so many calls of each, of sizes drawn log-uniform."""
     rng = np.random.default_rng(seed)
     log_uniform = lambda most, low=1: int(np.exp(rng.uniform(np.log(low), np.log(most + 1))))
     layer = Served(torch.device(device), shapes, longest)
@@ -122,17 +124,18 @@ def served(device: str, calls: int, seed: int = 0, shapes: str = "qwen3-8b", lon
         shares = rng.exponential(size=count)
         return [max(1, int(total * share)) for share in shares / shares.sum()]
 
-    with counted() as found:
-        for number in range(calls):
-            mine = lengths()
-            before = [log_uniform(longest // 2) for _ in mine]
-            kind = number % 5
-            if kind == 0:
-                layer.prompts(mine)
-            elif kind == 1:
-                layer.continued([min(n, longest // 2) for n in mine], before)
-            elif kind == 2:
-                layer.continued([1] * len(mine), before)
-            else:
-                layer.trained(mine, padded=kind == 3)
-    return {kernel: len(keys) for kernel, keys in sorted(found.items())}
+    def serve(number: int) -> None:
+        mine = lengths()
+        before = [log_uniform(longest // 2) for _ in mine]
+        if not (kind := number % 3):
+            layer.prompts(mine)
+        else:
+            layer.continued([min(n, longest // 2) for n in mine] if kind == 1 else [1] * len(mine), before)
+
+    counts = {}
+    for who, call in {"server": serve, "trainer": lambda n: layer.trained(lengths(), padded=n % 2 == 0)}.items():
+        with counted() as found:
+            for number in range(calls):
+                call(number)
+        counts[who] = {kernel: len(keys) for kernel, keys in sorted(found.items())}
+    return counts
