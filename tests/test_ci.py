@@ -304,7 +304,7 @@ def pip_of(install: str, folder: Path, **variables: str) -> list[str]:
 
 CPU = "--extra-index-url https://download.pytorch.org/whl/cpu "
 OURS = f"--constraint https://forge/owner/name/raw/{'0' * 40}/constraints.txt "
-THIS = f"bi-kernels @ git+https://forge/owner/name@{'0' * 40}"
+THIS = f"bi-kernels[audit] @ git+https://forge/owner/name@{'0' * 40}"
 
 
 @pytest.mark.parametrize(

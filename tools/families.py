@@ -41,13 +41,13 @@ PREFACE = """\
 
 **After `apply`, {yes} of {of} decoder families of Transformers {version} keep their bits, forward and
 backward; {mixtures} of them are mixtures of experts.** {half} more are batch-invariant only. {no} are not, and
-`apply` says why. Verdict and bits disagree in {odd} families.
+`apply` says why.{unjudged} Verdict and bits disagree in {odd} families.
 
-`python tools/families.py` writes this page. It builds each family from its configuration: random weights, two
+`python tools/families.py --dtypes {told}` writes this page. It builds each family from its configuration: random weights, two
 layers or one of each kind, hidden size 64, 8 experts. On the Triton interpreter, it compares raw bits of each
 sequence alone with those padded left and right, packed, prefilled in chunks and decoded. It compares gradients
 over two splits, too, all in {dtypes}. `restore` must give back stock's bits. A layout is skipped where stock
-Transformers, in fp32, computes something else in it: Bart, for example, counts positions from the row's begin.
+Transformers, in fp32, computes something else in it: Bart, for example, counts positions from the start of the row.
 """
 
 
@@ -147,6 +147,7 @@ def page(judged: list[dict], left_out: dict[str, str], dtypes: list[str]) -> str
     name = lambda r: f"`{r['family']}`" + (", experts" if r["mixture"] else "")
     given = {"yes": len(yes), "of": len(judged), "mixtures": mixtures, "version": transformers.__version__}
     given["dtypes"] = " and ".join(dtypes) + (", and what a batch generates in bf16" if "bf16" in dtypes else "")
+    given |= {"told": " ".join(dtypes), "unjudged": f" {len(failed)} could not be judged." if failed else ""}
     text = [PREFACE.format(**given, odd=len(odd), no=len(no), half=len(half))]
     if lacks:
         common = [(what, str(n)) for what, n in lacks.most_common(12)]

@@ -71,7 +71,7 @@ def main() -> None:
     except UsageError as error:
         said = str(error)
     except ModuleNotFoundError as error:
-        status, said = 1, str(error)
+        said = str(error)
     except KeyboardInterrupt:
         status, said = 130, "interrupted; finished documents are whole, and --resume does not make them again"
     except OSError as error:  # a full disk, a folder that went away

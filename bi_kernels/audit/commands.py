@@ -12,6 +12,7 @@ from bi_kernels.audit.options import Run
 from bi_kernels.audit.parameters import BenchParameters, choose, device_name, in_checkout
 from bi_kernels.audit.runs import folder
 from bi_kernels.audit.runs.checked import checked, known, refused, slug, writable
+from bi_kernels.extras import extra
 
 # whose ops mutants are judged by, and what else judges them
 AUDITED = ("elementwise", "gemm", "rms_norm", "vocabulary", "attention", "experts", "mode", "transformers")
@@ -19,8 +20,8 @@ AUDITED = ("elementwise", "gemm", "rms_norm", "vocabulary", "attention", "expert
 
 def run(given) -> None:
     """Runs audits; ends the process with their status."""
-    from bi_kernels.audit.runs import command  # noqa: PLC0415 (`mutate` needs no notebooks)
-
+    with extra("audit"):
+        from bi_kernels.audit.runs import command  # noqa: PLC0415 (`mutate` needs no notebooks)
     command.run(given)
 
 

@@ -161,8 +161,8 @@ class Digest(Audited):
 class Report:
     """Writes reports and their index anew.
 
-    Makes every report in DIR (default: audits) from its run's evidence, and DIR/README.md. Verdicts, executed
-    notebooks and provenance stay as they are.
+    Makes every report in DIR (default: audits) whose executed notebook is there, and DIR/README.md. A published report
+    has none, and stays. So do verdicts, notebooks and provenance.
     """
 
     place: Path = option(Path("audits"), flags=(), nargs="?", metavar="DIR")
