@@ -43,10 +43,10 @@ PREFACE = """\
 backward; {mixtures} of them are mixtures of experts.** {half} more are batch-invariant only. {no} are not, and
 `apply` says why.{unjudged} Verdict and bits disagree in {odd} families.
 
-`python tools/families.py --dtypes {told}` writes this page. It builds each family from its configuration: random weights, two
-layers or one of each kind, hidden size 64, 8 experts. On the Triton interpreter, it compares raw bits of each
-sequence alone with those padded left and right, packed, prefilled in chunks and decoded. It compares gradients
-over two splits, too, all in {dtypes}. `restore` must give back stock's bits. A layout is skipped where stock
+`python tools/families.py --dtypes {told}` writes this page. It builds each family from its configuration: random
+weights, two layers or one of each kind, hidden size 64, 8 experts. On the Triton interpreter, it compares raw
+bits of each sequence alone with those padded left and right, packed, prefilled in chunks and decoded. It compares
+gradients over two splits, too, all in {dtypes}. `restore` must give back stock's bits. A layout is skipped where stock
 Transformers, in fp32, computes something else in it: Bart, for example, counts positions from the start of the row.
 """
 
