@@ -96,7 +96,7 @@ def test_report_and_index_lead_with_the_finding_and_our_verdict_comes_after_it(t
     first = report.page("# Does it help?\n\nText.", place, rows).splitlines()[4]
     assert first.startswith(found) and found in first.partition(verdict)[0] and "linear" not in found
     (line,) = (row for row in page.report(tmp_path)["README.md"].splitlines() if row.startswith("| [recipes](gpu/"))
-    cell = line.split("|")[2].strip()
+    cell = line.split("|")[3].strip()
     assert cell.startswith(found) and cell.index("✅") < cell.index(verdict)
 
 

@@ -5,6 +5,7 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from bi_kernels.audit import kernels
@@ -37,7 +38,7 @@ class Document:
     def mutants(self) -> bool:
         return not rows_file(self.path)
 
-    @property
+    @cached_property
     def verdict(self) -> str:
         return "" if self.mutants else reports.verdict(self.path, self.rows)
 
@@ -139,11 +140,11 @@ def _name(folder: Path, place: Path, found: Sequence[Document]) -> str:
     return f"{name}: {whose.pop()}" if len(whose) == 1 and any(whose) else name
 
 
-def report(folder: Path) -> dict[str, str]:
-    """Returns the files of a folder's index by name, made of every document below it; the picture is of two folders and
-    more. Raises ValueError for a file there that no audit wrote."""
+def report(folder: Path, every: dict[Path, list[Document]] | None = None) -> dict[str, str]:
+    """Returns the files of a folder's index by name, made of every document below it, or of those given; the picture is
+    of two folders and more. Raises ValueError for a file there that no audit wrote."""
     here, places, rows, files = kernels.digest(), [], {}, {}
-    every = documents(folder)
+    every = documents(folder) if every is None else every
     for place, found in every.items():
         name = _name(folder, place, found)
         places.append({"name": name, "sum": _sum(found), "findings": [d.line(folder, here) for d in found]})
@@ -172,8 +173,10 @@ def report(folder: Path) -> dict[str, str]:
 
 def write(folder: Path) -> None:
     """Writes the index of a folder, and of each folder of documents below it."""
-    for place in dict.fromkeys((folder, *(p for p, found in documents(folder).items() if not found[0].mutants))):
-        for name, text in report(place).items():
+    every = documents(folder)
+    of = {folder: every} | {p: {p: found} for p, found in every.items() if not found[0].mutants}
+    for place, found in of.items():
+        for name, text in report(place, found).items():
             (place / name).write_text(text, encoding="utf-8")
 
 
