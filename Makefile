@@ -25,7 +25,7 @@ PYTEST := CUDA_VISIBLE_DEVICES= TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(
 test: $(VENV)/for-test
 	$(PYTEST) -m "not slow" tests notebooks
 
-# What is marked slow too, as every notebook's long form: before reports are published, and once a week.
+# What is marked slow too, as every notebook and its long form: before reports are published, and once a week.
 test-all: $(VENV)/for-test
 	$(PYTEST) tests notebooks
 

@@ -64,8 +64,25 @@ def slow_but(cases: Iterable, *quick: object) -> list:
     return [pytest.param(*case, marks=[pytest.mark.slow] * (case[0] not in quick)) for case in several]
 
 
+# of the notebooks, those that `make test` runs; `make audit` runs the others, all but `world`
+NOTEBOOKS = (
+    "workbench",
+    "paste_your_kernel",
+    "gallery_of_bugs",
+    "4_rms_norm",
+    "7_any",
+    "8_zoo",
+    "14_bench",
+    "16_recipes",
+)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out notebooks that git does not track."""
+    """Marks the slow notebooks, and leaves out those that git does not track."""
+    for item in items:
+        if item.path.suffix == ".ipynb" and item.path.stem not in NOTEBOOKS:
+            item.add_marker(pytest.mark.slow)
     if tracked() is not None:
         others = [item for item in items if item.path.suffix == ".ipynb" and item.path not in tracked()]
         config.hook.pytest_deselected(items=others)

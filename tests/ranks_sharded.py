@@ -22,6 +22,7 @@ from transformers import Trainer, TrainingArguments
 from bi_kernels import MainGrads
 from bi_kernels.integrations.transformers import StepSampler, apply, logprobs
 
+TRAINERS = "trainers"  # by this name; the other names are those of VARIANTS
 LENGTHS, GROUPS, STEPS = (5, 1, 11, 3, 2, 7, 4, 2), 2, 2
 FAMILIES = ("qwen3", "gemma3_text", "gpt2", "qwen3_moe")  # the second and third tie their weights
 VARIANTS = {  # family, wrapper, sizes of a rank's micro-batches, options
@@ -209,10 +210,12 @@ def trainers(folder: Path) -> dict[str, str]:
 
 def main(file: Path, names: list[str]) -> None:
     if "RANK" not in os.environ:
-        file.write_text(json.dumps({family: alone(family) for family in {VARIANTS[name][0] for name in names}}))
+        families = {VARIANTS[name][0] for name in names if name != TRAINERS}
+        file.write_text(json.dumps({family: alone(family) for family in families}))
         return
     dist.init_process_group("gloo")
-    found = {name: trained(*VARIANTS[name]) for name in names} | trainers(file.parent)
+    found = {name: trained(*VARIANTS[name]) for name in names if name != TRAINERS}
+    found |= trainers(file.parent) if TRAINERS in names else {}
     if dist.get_rank() == 0:
         file.write_text(json.dumps(found))
     dist.destroy_process_group()

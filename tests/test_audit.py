@@ -81,6 +81,7 @@ def test_a_candidate_that_sees_how_its_tensors_lie_is_found():
 # Controls
 
 
+@pytest.mark.slow
 def test_every_control_is_caught():
     session = start("elementwise", {})
     found = session.controls()
@@ -239,6 +240,7 @@ def linear(x, weight, bias=None):
 """
 
 
+@pytest.mark.slow
 def test_a_drift_leaves_a_script_that_shows_it(tmp_path):
     file = tmp_path / "candidate.py"
     file.write_text(FLIPPED.format(threshold="<= 16"))

@@ -173,6 +173,7 @@ def test_a_crashed_audit_leaves_both_files(tmp_path, monkeypatch, bi_audit):
     assert "status -9" in document and "| device " in document, "it holds what was there by then"
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_leaves_both_files(tmp_path):
     stale(tmp_path)
     (tmp_path / "mine.py").write_text(WAITS)

@@ -189,7 +189,7 @@ def test_report_builds_the_matrix_from_verdicts(tmp_path, bi_audit):
     done = bi_audit("report", tmp_path)
     assert done.returncode == 0, done.err
     lines = (tmp_path / "README.md").read_text().splitlines()
-    found = {row["report"].split("](")[-1]: row for row in table(lines, "report", "found")}
+    found = {row["report"].split("](")[-1]: row for row in table(lines, "report", "question")}
     assert {link: row["found"][0] for link, row in found.items()} == {
         "cpu/gemm/README.md)": "✅",
         "gpu/gemm/README.md)": "❌",

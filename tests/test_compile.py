@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from conftest import slow_but
 
 from bi_kernels import MainGrads
 from bi_kernels.model import CONFIGS, Decoder
@@ -32,7 +33,7 @@ def gradients(name: str, backend: str | None) -> list[torch.Tensor]:
     return [*losses, *(p.main_grad for p in model.parameters())]
 
 
-@pytest.mark.parametrize("name", ["tiny", "tiny-experts"])
+@pytest.mark.parametrize("name", slow_but(["tiny", "tiny-experts"], "tiny"))
 def test_a_compiled_step_of_the_decoder_has_the_bits_of_eager_mode(name):
     torch.compiler.reset()
     found, expected = gradients(name, "aot_eager"), gradients(name, None)

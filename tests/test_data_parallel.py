@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from ranks_sharded import VARIANTS
+from ranks_sharded import TRAINERS, VARIANTS
 from transformers import TrainingArguments
 
 from bi_kernels.integrations.transformers import StepSampler
@@ -14,8 +14,7 @@ from bi_kernels.integrations.transformers import StepSampler
 SCRIPT = Path(__file__).with_name("ranks_sharded.py")
 STOCK, ROUNDED = ("stock ddp", "stock ddp, split"), ("fsdp, bf16", "ddp, autocast")  # by what is not fp32
 SCORED = "ddp of logprobs", "fsdp of logprobs"
-QUICK = "ddp, views, checkpoints", "ddp, finds unused, every summed", "fsdp, every micro-batch summed"
-QUICK += ("fsdp, gemma3_text", *STOCK)
+QUICK = "ddp, views, checkpoints", "fsdp, every micro-batch summed", *STOCK
 
 
 def found(folder: Path, names) -> dict[str, str]:
@@ -34,7 +33,7 @@ def quick(tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory) -> dict[str, str]:
-    return found(tmp_path_factory.mktemp("others"), [name for name in VARIANTS if name not in QUICK])
+    return found(tmp_path_factory.mktemp("others"), [*[name for name in VARIANTS if name not in QUICK], TRAINERS])
 
 
 def cases(names) -> list:
@@ -62,10 +61,11 @@ def test_the_control_of_stock_ddp(quick):
     assert len({quick[name] for name in STOCK}) == 2
 
 
-def test_trainer_keeps_its_bits_where_a_rank_keeps_its_sequences(quick):
-    assert quick["trainer (4, 1)"] == quick["trainer (2, 2)"]
+@pytest.mark.slow
+def test_trainer_keeps_its_bits_where_a_rank_keeps_its_sequences(others):
+    assert others["trainer (4, 1)"] == others["trainer (2, 2)"]
     turns = "trainer, dealt out in turn"
-    assert quick[f"{turns} (4, 1)"] != quick[f"{turns} (2, 2)"], "the control"
+    assert others[f"{turns} (4, 1)"] != others[f"{turns} (2, 2)"], "the control"
 
 
 @pytest.mark.parametrize("batch, accumulated", [(4, 1), (2, 2), (1, 4)])

@@ -76,6 +76,7 @@ def test_torchs_table_moves_with_the_split_where_one_id_is_frequent_and_ours_doe
     assert max(most, other) < 2 * MANY <= together, "programs of its own in one call, and in none of a sample"
 
 
+@pytest.mark.slow
 def test_an_lm_head_whose_parts_are_no_whole_blocks_is_found_with_few_tokens(monkeypatch):
     def parts(rows: int, vocab: int, kept: int) -> list[tuple[int, int]]:
         step = max(lm_head.BLOCK, lm_head.SCRATCH // max(rows, 1) // lm_head.BLOCK)

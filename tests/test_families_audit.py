@@ -10,7 +10,7 @@ from bi_kernels.audit.findings import PRECONDITION, needs_fix
 from bi_kernels.contract import CONTRACT
 from helpers import families_at_width, families_routers, families_speed
 
-FEW = ("DeepSeek-V3",)  # whose experts are in groups
+FEW = ("GPT-NeoX-20B",)
 
 
 @pytest.fixture(scope="module")

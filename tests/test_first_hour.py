@@ -83,6 +83,7 @@ def shell(command: str, clone: Path) -> tuple[str, float]:
     return done.stdout, took
 
 
+@pytest.mark.slow
 def test_the_first_hour(clone):
     (clone / "first.py").write_text(PYTHON["README.md:1"])
     said, took = shell("python first.py", clone)
@@ -110,6 +111,7 @@ def test_the_quick_run_of_every_op(clone):
     assert git("status", "--porcelain", cwd=clone) == "", "a run leaves the clone as it was"
 
 
+@pytest.mark.slow
 def test_a_cheap_command_leaves_nothing_in_the_clone(clone):
     said, _ = shell("bi-audit report", clone)
     assert said.endswith("status 0\n") and "??" not in git("status", "--porcelain", cwd=clone), said

@@ -268,7 +268,7 @@ def routed(x, late: bool = False):
     return torch.zeros_like(t).index_copy(0, order, y).view_as(x)
 
 
-@pytest.mark.parametrize("drifts", [False, True])
+@pytest.mark.parametrize("drifts", slow_but([False, True], True))
 def test_rows_that_are_sorted_by_expert_are_nobodys_and_hide_nothing(drifts):
     def experts(x, weight, groups):
         y = bi_kernels.grouped_linear(x, weight, groups)

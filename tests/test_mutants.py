@@ -228,6 +228,7 @@ def test_a_model_passes_and_is_caught_where_its_layout_is_forgotten(kind, monkey
     assert wrong == {"gradient invariance"}
 
 
+@pytest.mark.slow
 def test_attention_is_asked_at_sizes_of_its_own_and_products_are_held_to_tritons(monkeypatch):
     """At sizes that an interpreter can compute, with what a GPU alone has in place of others."""
     small = {"heads": 2, "kv_heads": 1, "head_dim": 16}, ((40, 50), (2, 9), (1, 1)), "normal"
@@ -377,6 +378,7 @@ def test_the_report_is_written_from_what_the_run_left_alone(every, tmp_path, mon
     assert {path: path.read_bytes() for path in tmp_path.rglob("*.json")} == evidence
 
 
+@pytest.mark.slow
 def test_a_models_sizes_are_asked_in_layouts_splits_and_views(monkeypatch):
     monkeypatch.setitem(questions.LARGE, "rms_norm", ({"sizes": {"hidden": 48}}, True))  # sizes that an interpreter can
     given = {"dtype": "bf16", "device": "cpu", "op": "rms_norm", "shapes": "tiny", "seed": 0}

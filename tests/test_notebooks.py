@@ -246,6 +246,7 @@ def scale(x, factor):
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_finished_reports_whole(tmp_path):
     (tmp_path / "mine.py").write_text(SCALE)
     finished = tmp_path / "out" / "dtype" / "README.md"

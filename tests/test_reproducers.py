@@ -250,6 +250,7 @@ def test_what_another_process_cannot_have_says_why(tmp_path):
     assert any("it cannot be brought into another process (TypeError: cannot pickle" in r.detail for r in drifting)
 
 
+@pytest.mark.slow
 def test_a_fork_runs_a_script_as_a_new_interpreter_does(tmp_path, monkeypatch):
     """With the folder of the script on its path, nothing of the auditor loaded, and none of its variables."""
     monkeypatch.setenv("BI_AUDIT_OUT", "out")
