@@ -4,6 +4,7 @@ import ast
 import contextlib
 import inspect
 import textwrap
+from functools import lru_cache
 from types import FunctionType, ModuleType
 
 from triton.runtime.autotuner import Autotuner, Heuristics
@@ -41,8 +42,15 @@ def nodes(tree: ast.AST, *kinds: type) -> list:
     return [n for n in ast.walk(tree) if isinstance(n, kinds)]
 
 
+@lru_cache(2**16)
 def names_in(tree: ast.AST, context: type = ast.Load) -> list[str]:
     return [n.id for n in nodes(tree, ast.Name) if isinstance(n.ctx, context)]
+
+
+@lru_cache(2**18)
+def parts_of(e: ast.AST) -> list[ast.AST]:
+    """Returns the expressions and named arguments right below a node."""
+    return [c for c in ast.iter_child_nodes(e) if isinstance(c, (ast.expr, ast.keyword))]
 
 
 def targets(s: ast.Assign | ast.AnnAssign | ast.AugAssign | ast.NamedExpr) -> list[ast.expr]:

@@ -36,7 +36,7 @@ from bi_kernels.audit.static.finding import (
     SCATTERS,
     Finding,
 )
-from bi_kernels.audit.static.function import Function, names_in, nodes, package_of, reachable, targets, unwrap
+from bi_kernels.audit.static.function import Function, names_in, nodes, package_of, parts_of, reachable, targets, unwrap
 
 
 def source(*subjects, parameters: tuple[str, ...] = ()) -> list[Finding]:
@@ -169,7 +169,7 @@ class Specialised(Function):
         return set().union(*map(self.labels, parts))
 
     def below(self, e: ast.AST) -> set:
-        return self.union(*(c for c in ast.iter_child_nodes(e) if isinstance(c, (ast.expr, ast.keyword))))
+        return self.union(*parts_of(e))
 
     def labels(self, e: ast.AST) -> set:
         match e:
@@ -254,7 +254,10 @@ class Specialised(Function):
         starred = self.union(*e.args[stars[0] : stars[-1] + 1], *(k.value for k in e.keywords if k.arg is None))
         plain = {p: self.labels(a) for p, a in [*zip(rest, first), *zip(reversed(rest), reversed(last))]}
         given = dict.fromkeys(f.parameters, set()) | dict.fromkeys(rest, starred) | plain | named
-        callee = self.flow.calls.setdefault((f, *map(frozenset, given.values())), Specialised(f, self.flow))
+        kind = f, *map(frozenset, given.values())
+        if kind not in self.flow.calls:
+            self.flow.calls[kind] = Specialised(f, self.flow)
+        callee = self.flow.calls[kind]
         for p, labels in given.items():
             self.known[callee, p] |= labels
         return callee
