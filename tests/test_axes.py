@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import slow_but
 from test_callables import IDS, ROWS, WIDTH, G, X, Y, in_need
 
 from bi_kernels.audit import audit
@@ -293,20 +294,28 @@ BROKEN = {
         {"neighbours:largest"},
     ),
 }
-SCRIPTED = ("expanded", "strided", "twice", "slice", "strides", "columns")
+SCRIPTED = {
+    "twice": [],
+    "columns": [],
+    **dict.fromkeys(("expanded", "strided", "slice", "strides"), [pytest.mark.slow]),
+}
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_each_axis_names_what_breaks_it(name, tmp_path):
-    """A script, run in a fork, reproduces some of them with the numbers of the report."""
+def test_each_axis_names_what_breaks_it(name):
     fn, inputs, axes = BROKEN[name]
-    place = f"import sys\n\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nimport test_axes\n\n"
-    imports = f"{place}fn = test_axes.BROKEN[{name!r}][0]"
-    report = audit(fn, *inputs, name="broken", folder=tmp_path if name in SCRIPTED else None, imports=imports)
+    report = audit(fn, *inputs, name="broken")
     rows = in_need(report)
     assert rows and {r.layout for r in rows} <= axes, report.markdown()
-    if name in SCRIPTED:
-        assert report.repro and all(r.repro and "no script" not in r.detail for r in rows), report.markdown()
+
+
+@pytest.mark.parametrize("name", slow_but(SCRIPTED, "twice", "columns"))
+def test_a_script_run_in_a_fork_reproduces_what_an_axis_names(name, tmp_path):
+    fn, inputs, _ = BROKEN[name]
+    place = f"import sys\n\nsys.path.insert(0, {str(Path(__file__).parent)!r})\nimport test_axes\n\n"
+    imports = f"{place}fn = test_axes.BROKEN[{name!r}][0]"
+    report = audit(fn, *inputs, name="broken", folder=tmp_path, imports=imports)
+    assert report.repro and all(r.repro and "no script" not in r.detail for r in in_need(report)), report.markdown()
 
 
 def writes_behind(x, out):
