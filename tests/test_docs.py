@@ -171,7 +171,7 @@ CASES = {
     ),
     "docs/parallel.md:2": Case(
         GLOO,
-        (('"cuda"', '"cpu"'), ("(2, 4)", "(1, 1)"), ("qwen3-8b", "tiny")),
+        (('"cuda"', '"cpu"'), ("(2, 2)", "(1, 1)"), ("qwen3-8b", "tiny")),
         "torch.distributed.destroy_process_group()\nassert len(grads.masters) == len([*model.parameters()])",
     ),
     "docs/auditing.md:0": Case(
