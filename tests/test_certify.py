@@ -221,7 +221,7 @@ def test_a_planted_disagreement_is_found_and_named(name):
 def test_the_document_lists_every_cause():
     text = (Path(__file__).parents[1] / "docs" / "certify.md").read_text(encoding="utf-8")
     assert all(f"| `{c.name}` | {c.title} | {c.check} |" in text for c in Cause)
-    assert f"KL up to {BF16_KL:.1g}, up to {QUANTISED_KL:.1g}, and" in text
+    assert f"KL up to {BF16_KL:.2g}, up to {QUANTISED_KL:.2g}, and" in text
     planted = {c for _, causes in PLANTS.values() for c in causes}
     assert len(PLANTS) >= 30 and planted == {*Cause}
 
