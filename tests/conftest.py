@@ -65,16 +65,7 @@ def slow_but(cases: Iterable, *quick: object) -> list:
 
 
 # of the notebooks, those that `make test` runs; `make audit` runs the others, all but `world`
-NOTEBOOKS = (
-    "workbench",
-    "paste_your_kernel",
-    "gallery_of_bugs",
-    "4_rms_norm",
-    "7_any",
-    "8_zoo",
-    "14_bench",
-    "16_recipes",
-)
+NOTEBOOKS = "workbench paste_your_kernel gallery_of_bugs 4_rms_norm 7_any 8_zoo 14_bench 16_recipes".split()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -10,8 +10,6 @@ from bi_kernels.audit.findings import PRECONDITION, needs_fix
 from bi_kernels.contract import CONTRACT
 from helpers import families_at_width, families_routers, families_speed
 
-FEW = ("GPT-NeoX-20B",)
-
 
 @pytest.fixture(scope="module")
 def session():
@@ -26,9 +24,8 @@ def test_published_sizes_are_fields_of_the_configuration(name):
     assert config.vocab_size == families_at_width.VOCABULARY
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[] if n in FEW else pytest.mark.slow) for n in families_at_width.WIDTHS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", families_at_width.WIDTHS)
 def test_what_runs_at_published_widths_runs_tiny(name, session, tmp_path):
     rows = families_at_width.real_widths(session, [name], tmp_path, small=True)
     assert not needs_fix(rows), [(r.layout, r.detail, r.mismatches) for r in needs_fix(rows)]
