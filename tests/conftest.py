@@ -64,8 +64,8 @@ def slow_but(cases: Iterable, *quick: object) -> list:
     return [pytest.param(*case, marks=[pytest.mark.slow] * (case[0] not in quick)) for case in several]
 
 
-# of the notebooks, those that `make test` runs; `make audit` runs the others, all but `world`
-NOTEBOOKS = "workbench paste_your_kernel gallery_of_bugs 4_rms_norm 7_any 8_zoo 14_bench 16_recipes".split()
+# of the notebooks, those that `make test` runs; `make audit` runs the others, all but `world` and `recipes`
+NOTEBOOKS = {"workbench", "paste_your_kernel", "gallery_of_bugs", "4_rms_norm", "7_any", "8_zoo", "14_bench"}
 
 
 @pytest.hookimpl(tryfirst=True)
