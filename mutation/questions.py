@@ -267,8 +267,8 @@ def killer(
 def _killer(
     asks: list[tuple[str, str, str]], device: str, seed: int, patience: int, before: dict, only: Sequence[str]
 ) -> dict:
-    """The first stage of each op and dtype is asked, then the second of each: what shows a bug in a second comes
-    before what takes minutes. before: what killed with another seed, whose stage comes first."""
+    """The first stage of each op and dtype is asked, then the second of each: what answers within a second comes before
+    what takes minutes. before: what killed with another seed, whose stage comes first."""
     count, longest, last, took = 0, 0.0, time.monotonic(), {}
     first = lambda ask: before["stage"] if ask[:2] == (before.get("op"), before.get("dtype")) else ""
     turns = deque((ask, stages(*ask[:2], device, ask[2], seed, first(ask))) for ask in asks)
@@ -289,7 +289,7 @@ def _killer(
             if stage:
                 took[f"{op}, {dtype}, {stage}"] = round(time.monotonic() - began, 1)
                 turns.append(turn)
-            elif torch.cuda.is_available():
+            if torch.cuda.is_available():
                 torch.cuda.synchronize()  # what the device has to say of an illegal access comes here
             if not killed:
                 continue

@@ -102,6 +102,25 @@ def test_goals_that_are_missed_have_no_tick_and_hide_no_verdict(tmp_path):
     assert "❌" in said(replace(ROW, verdict=NEEDS_FIX)) and "goals" not in said(replace(ROW, verdict=NEEDS_FIX))
 
 
+def test_an_index_has_the_documents_beside_it_and_below(tmp_path):
+    for place in ("gemm", "gpu/gemm", "gpu/deep/gemm"):
+        document(tmp_path / place, ROW, CONTROL)
+    page.write(tmp_path)
+    links = lambda place: {*re.findall(r"^\| \[gemm\]\((.*?)\)", (tmp_path / place / "README.md").read_text(), re.M)}
+    assert links(".") == {"gemm/README.md", "gpu/gemm/README.md", "gpu/deep/gemm/README.md"}
+    assert links("gpu") == {"gemm/README.md", "deep/gemm/README.md"} and links("gpu/deep") == {"gemm/README.md"}
+
+
+def test_the_first_sentence_tells_a_control_that_was_missed(tmp_path):
+    document(tmp_path / "gpu" / "gemm", ROW, replace(CONTROL, caught=False))
+    assert "**A GPU, 1 report: a control was missed; every bit" in page.report(tmp_path)["README.md"]
+    late = replace(ROW, verdict=UNSUPPORTED, layout="not run", detail="time was up")
+    refused = replace(ROW, relation="contract", layout="dtype", dtype="int8", verdict=UNSUPPORTED)
+    document(tmp_path / "other" / "gemm", ROW, refused, late, CONTROL)
+    (first,) = re.findall(r"^\*\*.*", page.report(tmp_path / "other")["README.md"], re.M)
+    assert "int8" not in first and "time was up" in first, first
+
+
 def test_folders_come_by_what_is_promised_there(tmp_path):
     document(tmp_path / "a-cpu" / "gemm", ROW, CONTROL, architecture="interpreter (bits are promised on sm_90 only)")
     document(tmp_path / "b-other" / "gemm", ROW, CONTROL, architecture="sm_80 (bits are promised on sm_90 only)")
@@ -219,7 +238,7 @@ def test_a_report_of_other_kernels_or_another_contract_says_so(tmp_path):
     document(tmp_path / "torch" / "gemm", replace(ROW, candidate="torch", verdict=NEEDS_FIX), CONTROL)
     text = page.report(tmp_path)["README.md"]
     assert [page.OLDER in line(text, name) for name in ("now", "other", "unknown")] == [False, True, True]
-    assert f"2 of these 3 reports are of {page.OLDER}" in text and page.lead([], "") == ""
+    assert f"2 of 3 are of {page.OLDER}" in text and page.lead([], "") == ""
     assert text.splitlines()[4].startswith("**A GPU, 3 reports: every bit agrees in 192 elements"), "stock has no part"
 
 
@@ -268,12 +287,27 @@ def test_a_report_is_written_anew_from_its_evidence_which_stays_as_it_is(tmp_pat
     assert "(gpu/gemm/README.md)" in (tmp_path / "README.md").read_text()
 
 
-def test_a_published_report_packs_its_rows_and_stays_as_it_is(tmp_path, bi_audit):
+def test_a_published_report_packs_its_rows_and_stays_as_it_is(tmp_path, monkeypatch, bi_audit):
+    """It was interrupted before the last of what it does, and goes on."""
+
+    unlink = Path.unlink
+
+    def interrupted(path: Path, missing_ok: bool = False) -> None:
+        if path.suffix == ".ipynb":
+            raise KeyboardInterrupt
+        unlink(path)
+
     place = document(tmp_path / "gpu" / "gemm", ROW, CONTROL, command="`bi-audit run gemm`")
     nbformat.write(executed("# GEMM: does it drift?\n\nText.", {"image/png": PNG}), place / report.NOTEBOOK)
     (place / "benchmark.jsonl").write_text('{"ms": 1}\n{"ms": 2}\n')
-    rows = read_rows(place)
-    report.write(place, publish=True)
+    report.write(place)
+    rows, shown = read_rows(place), (place / "README.md").read_text()
+    assert f"Evidence: [verdicts.json](verdicts.json), [{report.NOTEBOOK}]({report.NOTEBOOK})." in shown
+    monkeypatch.setattr(Path, "unlink", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        report.publish(place)
+    monkeypatch.undo()
+    report.publish(place)
     kept = {path: path.read_bytes() for path in place.iterdir()}
     names = {"README.md", "gemm_1_0.png", "provenance.json", PACKED, "benchmark.jsonl.xz"}
     assert {path.name for path in kept} == names and read_rows(place) == rows
@@ -324,8 +358,9 @@ def test_every_figure_of_a_committed_report_says_what_it_shows():
 def test_a_committed_report_shows_its_figures_and_counts_its_evidence(place):
     text, rows = (place / "README.md").read_text(encoding="utf-8"), pandas.read_json(place / PACKED)
     assert {path.name for path in place.glob("*.png")} == {*re.findall(r"\]\((\w+\.png)\)", text)}
-    assert report.promised(place) in text and report.counted(read_rows(place)) in text
-    assert len(rows) == len(read_rows(place)) and not (place / report.NOTEBOOK).exists()
+    found = read_rows(place)
+    assert report.promised(place) in text and report.counted(found) in text and report.finding(place, found) in text
+    assert [*rows["verdict"]] == [r["verdict"] for r in found] and not (place / report.NOTEBOOK).exists()
 
 
 def test_the_committed_index_has_every_report():

@@ -461,6 +461,8 @@ def test_a_mutant_counts_as_killed_where_every_seed_kills_it(lucky, verdict, mon
         bad = op == "silu" and dtype == "bf16" and seed in lucky
         said = {"relation": "invariance", "layout": "rows", "detail": ""}
         yield "layouts", [SimpleNamespace(verdict="needs-fix" if bad else "pass", **said)]
+        asked.append((op, "more"))
+        yield "more", []
 
     monkeypatch.setattr(questions, "stages", stages)
     asks = [(op, dtype, ALL if dtype == "fp32" else SOME) for dtype in ("fp32", "bf16") for op in ("gelu", "silu")]
@@ -473,6 +475,7 @@ def test_a_mutant_counts_as_killed_where_every_seed_kills_it(lucky, verdict, mon
         assert found["detail"] == (
             f"killed by invariance rows of silu, bf16, with seed 0, but by nothing with seed {len(lucky)}"
         )
+    assert (("gelu", "more") in asked) == (verdict == "survived"), "every op's first stage comes before a second"
     alone = {seed: questions.killer(asks, [seed], "cpu", 0)["verdict"] for seed in SEEDS}  # as the package itself is
     assert alone == {seed: "killed" if seed in lucky else "survived" for seed in SEEDS}
 

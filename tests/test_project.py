@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import tracked
+from conftest import NOTEBOOKS, tracked
 
 import bi_kernels
 
@@ -178,3 +178,7 @@ def test_ruff_has_nothing_to_say(command):
     told = [sys.executable, "-m", "ruff", *command, "--force-exclude", *files]
     done = subprocess.run(told, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_notebooks_that_make_test_runs_are_there():
+    assert {path.stem for path in (ROOT / "notebooks").glob("*.ipynb")} >= NOTEBOOKS

@@ -26,6 +26,7 @@ from test_cli import by_itself
 
 from bi_kernels.audit import executor, parameters
 from bi_kernels.audit.executor import Died
+from bi_kernels.audit.findings import PACKED
 from bi_kernels.audit.parameters import accepted
 from bi_kernels.audit.report.provenance import provenance
 from bi_kernels.audit.runs import folder, runner
@@ -247,6 +248,8 @@ def test_a_run_leaves_a_clone_clean_and_publishes_when_told(tmp_path, monkeypatc
     assert (tmp_path / "audits" / "interpreter-tiny-bf16" / "gemm").is_dir() and not index.exists()
     bi_audit("run", "gemm", "--publish")
     assert "interpreter-tiny/gemm" in index.read_text()
+    names = {path.name for path in (tmp_path / "audits" / "interpreter-tiny" / "gemm").iterdir()}
+    assert names == {"README.md", PACKED} and "verdicts.json" in {p.name for p in Path("runs").rglob("*.json")}
 
 
 @pytest.mark.slow

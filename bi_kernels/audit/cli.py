@@ -68,9 +68,7 @@ def main() -> None:
     try:
         run(sys.argv[1:])
         status = 0
-    except UsageError as error:
-        said = str(error)
-    except ModuleNotFoundError as error:
+    except (UsageError, ModuleNotFoundError) as error:
         said = str(error)
     except KeyboardInterrupt:
         status, said = 130, "interrupted; finished documents are whole, and --resume does not make them again"

@@ -39,7 +39,8 @@ def bench(given) -> None:
 def digest(given) -> None:
     """Records the candidate's digests in a file; --check compares them, and ends with 1 if one differs."""
     names, parameters = checked(given)
-    from bi_kernels.audit.runs import command  # noqa: PLC0415 (as above)
+    with extra("audit"):
+        from bi_kernels.audit.runs import command  # noqa: PLC0415 (as above)
 
     with refused():
         before = digest_file.read(given.file) if given.check or given.file.exists() else []
@@ -113,7 +114,8 @@ def mutate(given) -> None:
 
 def report(given) -> None:
     """Writes the reports below a folder from their evidence, and the index."""
-    from bi_kernels.audit.index import page  # noqa: PLC0415 (as above)
+    with extra("audit"):
+        from bi_kernels.audit.index import page  # noqa: PLC0415 (as above)
 
     if not given.place.is_dir():
         raise UsageError(f"DIR is {str(given.place)!r}, which is not a folder")

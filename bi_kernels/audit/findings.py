@@ -134,7 +134,7 @@ def write_rows(path: Path, rows: list[dict]) -> None:
 
 
 def pack(path: Path) -> None:
-    """Compresses a file of JSON, which pandas.read_json opens as before; the same bytes of the same file."""
+    """Compresses a file of JSON, which pandas.read_json opens as before; the same input gives the same bytes."""
     path.with_name(f"{path.name}.xz").write_bytes(lzma.compress(path.read_bytes()))
     path.unlink()
 

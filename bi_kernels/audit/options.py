@@ -17,7 +17,7 @@ def positive(text: str) -> int:
 
 
 def publish():
-    return option(False, "Writes into audits/, whose reports are committed.")
+    return option(False, "Writes into audits/, to be committed: verdicts packed, no executed notebook.")
 
 
 def some(name: str):
@@ -161,8 +161,8 @@ class Digest(Audited):
 class Report:
     """Writes reports and their index anew.
 
-    Makes every report in DIR (default: audits) whose executed notebook is there, and DIR/README.md. A published report
-    has none, and stays. So do verdicts, notebooks and provenance.
+    Rewrites each report in DIR (default: audits) that still has its executed notebook, those on mutants, and
+    DIR/README.md. Published reports have none and are left alone. Verdicts, notebooks and provenance stay as they are.
     """
 
     place: Path = option(Path("audits"), flags=(), nargs="?", metavar="DIR")

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from bi_kernels.audit import kernels
-from bi_kernels.audit.findings import PACKED, PASS, TITLE, VERDICTS, checked_rows, grouped, rows_file
+from bi_kernels.audit.findings import PACKED, PASS, TITLE, VERDICTS, checked_rows, grouped, needs_fix, rows_file
 from bi_kernels.audit.index import report as reports
 from bi_kernels.audit.index.matrix import RELATION, cells, matrix
 from bi_kernels.audit.index.report import PAGE
@@ -46,7 +47,7 @@ class Document:
     def ours(self) -> bool:
         """Tells whether it judges this package's kernels on a device that bits are promised on."""
         promised = self.made.get("architecture") in CONTRACT["architectures"]["promised"]
-        return promised and bool(self.rows) and {r["candidate"] for r in self.rows if not r["control"]} <= OURS
+        return promised and {r["candidate"] for r in self.rows if not r["control"]} - {""} == OURS
 
     def older(self, here: str) -> bool:
         """Tells whether it is of other kernels than those of a digest, or of another contract."""
@@ -58,7 +59,7 @@ class Document:
         page, name = self.path / PAGE, self.path.name
         asked = every[name].title.partition(": ")[2] if name in (every := audits()) else ""
         if self.mutants:
-            lines = page.read_text(encoding="utf-8").splitlines() if page.exists() else [""]
+            lines = (page.read_text(encoding="utf-8") if page.exists() else "").splitlines() or [""]
             asked = lines[0].partition(": ")[2]
             found, checks = next((line.split("**")[1] for line in lines if line.startswith("**")), ""), MARK[""]
         else:
@@ -120,9 +121,11 @@ def lead(found: Sequence[Document], here: str) -> str:
         return ""
     devices = escape.text(", ".join(dict.fromkeys(d.made["device"] for d in mine)))
     rows, older = [r for d in mine for r in d.rows], sum(d.older(here) for d in mine)
-    said = headline(rows).partition("; refused")[0]
-    aged = f" {older} of these {len(mine)} reports are of {OLDER} than those here." * bool(older)
-    return f"**{devices}, {len(mine)} reports: {said[:1].lower()}{said[1:]}.** {reports.counted(rows)}.{aged}"
+    said = re.sub(r"; refused as the contract says: [^;]*", "", headline(rows))
+    missed = "a control was missed; " if any(r["control"] for r in needs_fix(rows)) else ""
+    aged = f" {older} of {len(mine)} {'is' if older == 1 else 'are'} of {OLDER} than those here." * bool(older)
+    count = f"{len(mine)} report{'s' * (len(mine) > 1)}"
+    return f"**{devices}, {count}: {missed}{said[:1].lower()}{said[1:]}.** {reports.counted(rows)}.{aged}"
 
 
 def _sum(found: Sequence[Document]) -> str:
@@ -174,15 +177,14 @@ def report(folder: Path, every: dict[Path, list[Document]] | None = None) -> dic
 def write(folder: Path) -> None:
     """Writes the index of a folder, and of each folder of documents below it."""
     every = documents(folder)
-    of = {folder: every} | {p: {p: found} for p, found in every.items() if not found[0].mutants}
-    for place, found in of.items():
-        for name, text in report(place, found).items():
+    for place in dict.fromkeys((folder, *(p for p, found in every.items() if not found[0].mutants))):
+        for name, text in report(place, {p: found for p, found in every.items() if p.is_relative_to(place)}).items():
             (place / name).write_text(text, encoding="utf-8")
 
 
 def write_anew(folder: Path) -> None:
-    """Writes every report below a folder from its own evidence, and the indexes; of mutants in a checkout alone, which
-    has what writes them. Raises ValueError for a file there that no audit wrote."""
+    """Writes every report below a folder that has its notebook anew, and the indexes; of mutants in a checkout alone,
+    which has what writes them. Raises ValueError for a file there that no audit wrote."""
     for d in (d for found in documents(folder).values() for d in found):
         if not d.mutants:
             reports.write(d.path)

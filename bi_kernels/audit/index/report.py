@@ -1,5 +1,5 @@
 """Writes an audit's report, README.md and its figures, from what a run left: the executed notebook, verdicts and
-provenance. It changes none of these, so today's generator can write any report anew."""
+provenance. Today's generator can write any report anew that has its notebook; a published one has none."""
 
 import json
 import os
@@ -197,11 +197,21 @@ def raised(cell: "NotebookNode") -> bool:
     return any(output.output_type == "error" for output in cell.get("outputs", []))
 
 
-def write(folder: Path, publish: bool = False) -> None:
-    """Writes the report of a folder anew from its evidence. One without a notebook stays as it is: it was published.
+def publish(folder: Path) -> None:
+    """Packs the verdicts and benchmarks of a report, has it say so, and drops its notebook, which any run makes again.
+    What was interrupted goes on where it stopped."""
+    for path in (folder / VERDICTS, *folder.glob("*.jsonl")):
+        if path.is_file():
+            pack(path)
+    text = (folder / PAGE).read_text(encoding="utf-8")
+    text = text.replace(f", {escape.link(NOTEBOOK, NOTEBOOK)}", "")
+    text = text.replace(escape.link(VERDICTS, VERDICTS), escape.link(PACKED, PACKED))
+    (folder / PAGE).write_text(text, encoding="utf-8")
+    (folder / NOTEBOOK).unlink(missing_ok=True)
 
-    publish: then packs verdicts and benchmarks, and drops the notebook, which any run makes again.
-    """
+
+def write(folder: Path) -> None:
+    """Writes the report of a folder anew from its evidence. One without a notebook stays as it is: it was published."""
     if not (notebook := folder / NOTEBOOK).is_file():
         return
     import nbformat  # noqa: PLC0415 (as nbconvert)
@@ -209,8 +219,4 @@ def write(folder: Path, publish: bool = False) -> None:
     body, figures = markdown(nbformat.read(notebook, as_version=4), folder.name)
     for name, data in figures.items():
         (folder / name).write_bytes(data)
-    if publish:
-        for path in (folder / VERDICTS, *folder.glob("*.jsonl")):
-            pack(path)
-        notebook.unlink()
     (folder / PAGE).write_text(page(body, folder, read_rows(folder)), encoding="utf-8")

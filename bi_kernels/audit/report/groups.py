@@ -117,7 +117,7 @@ def _columns(cells: dict, widths: dict[str, int]) -> str:
 
 def remaining() -> str:
     """Says where every row stands, '' where none are written: `bi-audit` names the folder of a document."""
-    return "; every row is in verdicts.json" if os.environ.get("BI_AUDIT_OUT") else ""
+    return "; every row is in the verdicts beside this report" if os.environ.get("BI_AUDIT_OUT") else ""
 
 
 def wrapped(text: str, indent: str = "", before: int = 0) -> str:

@@ -54,7 +54,7 @@ def run(given) -> None:
             plan = _plan(todo, out, jobs, interpreted) if todo else ""
             runner.run(todo, of_each, out, jobs, said, seconds, (given.cell_timeout, given.timeout), plan)
             for name in names if given.publish else ():
-                report.write(out / name, publish=True)
+                report.publish(out / name)
             folder.collect(out)
             page.write(indexed[-1])
             if given.publish and narrowed:
