@@ -48,7 +48,7 @@ def test_what_is_launched_is_what_triton_would_launch(dtypes):
 def test_calls_of_any_size_compile_few_variants_and_one_for_each_size_is_seen():
     found, each = map(json.loads, printed(SERVED))
     most = CONTRACT["random"]["variants"]
-    assert found.keys() == most.keys() and all(sum(found[who].values()) <= most[who] for who in most), found
+    assert all(0 < sum(mine.values()) <= most for mine in found.values()), found
     assert found["trainer"].keys() >= {"keys_backward_kernel", "_gemm_kernel", "_rms_norm_backward_kernel"}
     assert not [name for name in found["server"] if "backward" in name]
     assert each["server"]["attention_kernel"] > 2 * found["server"]["attention_kernel"]

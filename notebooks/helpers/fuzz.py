@@ -169,7 +169,8 @@ def served(session) -> list[Row]:
         found = session.begun.pop(served).result()
     except executor.Died as died:
         why = f"; {sentence(died)}"
-    for who, most in RANDOM["variants"].items():
+    most = RANDOM["variants"]
+    for who in variants.KINDS:
         mine = sorted(found.get(who, {}).items(), key=lambda one: -one[1])
         count = sum(n for _, n in mine)
         said = f"{count} variants compiled in {SERVED:,} calls of a {who}, at most {most} allowed{why}"

@@ -43,21 +43,25 @@ class Document:
     def verdict(self) -> str:
         return "" if self.mutants else reports.verdict(self.path, self.rows)
 
+    @cached_property
+    def candidates(self) -> set[str]:
+        """Whose ops it judges, controls aside."""
+        return {r["candidate"] for r in self.rows if not r["control"]} - {""}
+
     @property
     def ours(self) -> bool:
         """Tells whether it judges this package's kernels on a device that bits are promised on."""
-        promised = self.made.get("architecture") in CONTRACT["architectures"]["promised"]
-        return promised and {r["candidate"] for r in self.rows if not r["control"]} - {""} == OURS
+        return self.candidates == OURS and self.made.get("architecture") in CONTRACT["architectures"]["promised"]
 
     def older(self, here: str) -> bool:
         """Tells whether it is of other kernels than those of a digest, or of another contract."""
         return bool(self.made) and self.made.get("kernels") != here
 
-    def line(self, folder: Path, here: str) -> dict:
+    def line(self, folder: Path, here: str, titles: dict[str, str]) -> dict:
         """Returns its line in the index: what was asked and found, by how many checks, when, of which commit, and
-        whether of older kernels than `here`."""
+        whether of older kernels than `here`; titles: of the audits, by name."""
         page, name = self.path / PAGE, self.path.name
-        asked = every[name].title.partition(": ")[2] if name in (every := audits()) else ""
+        asked = titles.get(name, "").partition(": ")[2]
         if self.mutants:
             lines = (page.read_text(encoding="utf-8") if page.exists() else "").splitlines() or [""]
             asked = lines[0].partition(": ")[2]
@@ -109,8 +113,7 @@ def documents(folder: Path) -> dict[Path, list[Document]]:
 
 def _rank(place: Path, found: Sequence[Document]) -> tuple:
     told = {d.made.get("architecture", "").partition(" ")[0] for d in found}
-    ours = lambda d: not d.mutants and {r["candidate"] for r in d.rows if not r["control"]} <= OURS
-    theirs = not all(map(ours, found))
+    theirs = any(d.mutants or not d.candidates <= OURS for d in found)
     return not told & {*CONTRACT["architectures"]["promised"]}, "interpreter" in told, theirs, -len(found), place
 
 
@@ -148,9 +151,10 @@ def report(folder: Path, every: dict[Path, list[Document]] | None = None) -> dic
     of two folders and more. Raises ValueError for a file there that no audit wrote."""
     here, places, rows, files = kernels.digest(), [], {}, {}
     every = documents(folder) if every is None else every
+    titles = {name: audit.title for name, audit in audits().items()}
     for place, found in every.items():
         name = _name(folder, place, found)
-        places.append({"name": name, "sum": _sum(found), "findings": [d.line(folder, here) for d in found]})
+        places.append({"name": name, "sum": _sum(found), "findings": [d.line(folder, here, titles) for d in found]})
         rows[name] = [r for d in found for r in d.rows]
     status = {name: found for name in rows if (found := cells(rows[name]))}
     if len(status) > 1:

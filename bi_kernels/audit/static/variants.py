@@ -16,6 +16,7 @@ from bi_kernels import compat
 from bi_kernels.contract import SHAPES
 
 PAGES, PAGE = 1024, 16  # of the cache, whose numbers nobody reads; keys of a page
+KINDS = "server", "trainer"
 SEQUENCES, LONGEST = 128, 2**15  # of a call at most; its tokens at most, and keys of a sequence
 
 
@@ -133,7 +134,7 @@ def served(
             layer.continued([min(n, longest // 2) for n in mine] if kind == 1 else [1] * len(mine), before)
 
     counts = {}
-    for who, call in {"server": serve, "trainer": lambda n: layer.trained(lengths(), padded=n % 2 == 0)}.items():
+    for who, call in zip(KINDS, (serve, lambda n: layer.trained(lengths(), padded=n % 2 == 0))):
         with counted() as found:
             for number in range(calls):
                 call(number)
