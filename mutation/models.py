@@ -221,6 +221,7 @@ def _experts_as_given(target: Experts) -> Iterator[Row]:
     compiled = torch.compile(routed, backend="aot_eager", fullgraph=True)
     yield target.row(Relation.INVARIANCE, "compiled", compare(folded(compiled), folded(routed)), tensor="experts")
     yield target.row(Relation.INVARIANCE, "offsets alone", _by_linear(given, ends, upstream[2], expected), "linear")
+    yield target.row(Relation.INVARIANCE, "groups without sequences", _untold(given, ends, upstream[2]), "experts")
     yield from _wide_experts(target, ends, draw)
     empty = bi_kernels.grouped_linear(x[:, :0], up.detach()[..., :0], ends, -torch.zeros_like(bias.detach()))
     drift = compare(empty, torch.zeros_like(empty))
@@ -245,6 +246,21 @@ def _wide_experts(target: Experts, ends: Tensor, draw: Callable) -> Iterator[Row
     sums = (bi_kernels.routed_sum(t, weights, ids) for t in (VIEWS["unaligned view"](y), y))
     grads = [torch.autograd.grad(total, weights, dout)[0] for total in sums]
     yield target.row(Relation.INVARIANCE, "rows at any address", compare(*grads), tensor="dweights")
+
+
+def _untold(given: tuple, ends: Tensor, du: Tensor) -> Drift:
+    """Compares what a weight trains on groups that were told no sequences with the same, given their offsets alone."""
+    end = int(ends[-1])
+    chosen = torch.searchsorted(ends, torch.arange(len(du), device=ends.device), right=True)
+    groups = bi_kernels.group_by_expert(chosen[:, None], EXPERTS)
+
+    def trained(offsets: Tensor | bi_kernels.Groups) -> tuple[Tensor, ...]:
+        x, _, up, bias = (t.detach().clone().requires_grad_() for t in given)
+        y = bi_kernels.grouped_linear(x, up, offsets, bias)[:end]
+        dx, *rest = torch.autograd.grad(y, (x, up, bias), du[:end])
+        return y.detach(), dx[:end], *rest
+
+    return compare(trained(groups), trained(ends))
 
 
 def _by_linear(given: tuple, ends: Tensor, du: Tensor, found: tuple[Tensor, ...]) -> Drift:
