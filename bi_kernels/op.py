@@ -44,7 +44,7 @@ def custom_op(name: str, function: Callable, fake: Callable, mutates: Sequence[s
 
 def _is_traced(args: tuple) -> bool:
     """Tells whether torch.compile traces what is called with these; its first tracers do not say so in a backward."""
-    return torch.compiler.is_compiling() or is_fake(args[0])
+    return torch.compiler.is_compiling() or any(is_fake(a) for a in args if isinstance(a, torch.Tensor))
 
 
 def writes(*outputs: str) -> Callable:

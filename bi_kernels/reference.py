@@ -162,7 +162,9 @@ def centred(x: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
     return rest * rstd, rstd, rstd * x.detach().abs().mean(-1, keepdim=True)
 
 
-def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Pair:
+def layer_norm(
+    x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5, heads: bool = False
+) -> Pair:
     (normed, _, far), n = centred(x.double(), eps), x.shape[-1]
     w = torch.ones((), dtype=torch.float64, device=x.device) if weight is None else weight.double()
     b = torch.zeros_like(w) if bias is None else bias.double()

@@ -140,7 +140,12 @@ def _qk_norm(call: _Call, x: Tensor, weight: Tensor | None, eps: float = EPS, of
 
 
 def _layer_norm(
-    call: _Call, x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+    call: _Call,
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    heads: bool = False,
 ) -> dict:
     (normed, rstd, far), dy, n = reference.centred(x, eps), call.dy.abs(), x.shape[-1]
     weighted, xhat, root = dy if weight is None else dy * weight.abs(), normed.abs(), math.sqrt(x.shape[-1])
@@ -148,7 +153,7 @@ def _layer_norm(
     again = 1 + 0.24 * UNIT * (5 * root + 45) * far.square()
     inner = again * (weighted + LEAST + shift + xhat * along) + 0.4 * far * (xhat * shift + along)
     terms = dy * xhat * (1 + 2 * UNIT * (root + 12) * far.square()) + dy * (2 * far + LEAST) + LEAST
-    lengths = {"n": call.slots, "features": n, "heads": 1}
+    lengths = {"n": call.slots, "features": n, "heads": x.shape[-2] if heads else 1}
     return {"x": (rstd * inner, n), "weight": (_rows(terms).sum(0), lengths), "bias": (_rows(dy).sum(0), lengths)}
 
 
@@ -166,8 +171,9 @@ def _softmax(call: _Call, x: Tensor) -> dict:
 
 
 def _scaled(call: _Call, x: Tensor, weight: Tensor) -> dict:
-    lengths = {"n": call.slots, "features": 1}
-    return {"x": call.exact["x"].abs(), "weight": ((_rows(call.dy * x) + LEAST).sum(0), lengths)}
+    terms = (call.dy * x).abs() + LEAST
+    lengths = {"n": call.slots, "features": terms.shape[terms.dim() - weight.dim() :].numel() // max(1, weight.numel())}
+    return {"x": call.exact["x"].abs(), "weight": (terms.sum_to_size(weight.shape), lengths)}
 
 
 def _shifted(call: _Call, x: Tensor, weight: Tensor) -> dict:

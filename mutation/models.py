@@ -164,13 +164,21 @@ def experts(dtype: str, device: str, seed: int) -> Iterator[Row]:
     found = (bi_kernels.routed_sum(*(t[:, order] for t in (y, weights, ids))) for order in ([0, 1, 2, 3], [2, 0, 3, 1]))
     yield target.row(Relation.INVARIANCE, "order of choices", compare(*found), tensor="routed_sum")
     scores = torch.tensor([[0.0, -0.0, 1.0, float("nan"), 1.0, float("inf"), float("nan")]], device=target.device)
-    _, ids = bi_kernels.top_k(scores.to(target.dtype), 7)
-    drift = compare(ids, torch.tensor([[3, 5, 6, 2, 4, 0, 1]], device=target.device))
+    _, order = bi_kernels.top_k(scores.to(target.dtype), 7)
+    drift = compare(order, torch.tensor([[3, 5, 6, 2, 4, 0, 1]], device=target.device))
     yield target.row(Relation.CONTRACTED, "ties", drift, "a NaN is as large as infinity", tensor="top_k")
     drawn = (1 + torch.randn(9, EXPERTS, device=target.device) / 2**7).to(target.dtype)  # close to each other
     order = torch.sort(drawn, dim=-1, descending=True, stable=True).indices[:, :CHOICES]
     drift = compare(tuple(bi_kernels.top_k(drawn, CHOICES)), (drawn.gather(-1, order), order))
     yield target.row(Relation.CONTRACTED, "order", drift, "a stable sort", tensor="top_k")
+    scores, given = torch.randn(2_100, EXPERTS, device=target.device).requires_grad_(), torch.ones(2_100, 1)
+    (found,) = torch.autograd.grad(bi_kernels.top_k(scores, 1)[0], scores, given.to(scores))
+    drift = compare(found, F.one_hot(scores.argmax(1), EXPERTS).to(found))
+    yield target.row(Relation.CONTRACTED, "many rows", drift, "one of the largest score", tensor="dscores")
+    groups = bi_kernels.group_by_expert(ids[:, :1], EXPERTS)
+    found = (bi_kernels.combine(y[:, 0], w, groups) for w in (weights[:, :1], None))
+    drift = compare(next(found), next(found) * weights[:, :1])
+    yield target.row(Relation.CONTRACTED, "one choice", drift, "its product", tensor="combine")
     yield from _experts_as_given(target)
 
 

@@ -32,10 +32,12 @@ class Equivalent:
     operator: str = ""
     number: int = -1  # among equal ones of a line; −1: each of them
     taken: str = ""  # a regular expression of what they replace
+    line: str = ""  # a regular expression of the lines as they stand, for those that one reason explains
     device: str = ""  # where it holds, cpu or cuda; nothing: on both
 
     def holds(self, m: Mutant) -> bool:
         same = fnmatch(m.file, self.file) and fnmatch(m.function, self.function) and self.before in ("", m.before)
+        same = same and (not self.line or bool(re.fullmatch(self.line, m.before, re.DOTALL)))
         same = same and (not self.taken or bool(re.fullmatch(self.taken, m.taken, re.DOTALL)))
         same = same and self.text in ("", m.text) and self.operator in ("", m.operator)
         return same and self.number in (-1, m.number)

@@ -30,10 +30,11 @@ DRAWN = 8  # cases, as in the audit of drawn cases on the interpreter
 QUICK_USES = "demand", "memory", "population"  # but for modes and what came before, which compile more
 MODEL = "qwen3-8b"  # whose sizes are asked of what is LARGE
 SLOW = {"widths", "captured", "edges", "uneven"}  # of attention's experiments on a GPU: an interpreter asks them
-# rows of several blocks, and those that fill none
+# rows of several blocks, those that fill none, and an odd number of them
 WIDE = {
-    "embedding": {"hidden": 2_100},
+    "embedding": {"hidden": 2_100, "vocab": 101},
     "layer_norm": {"hidden": 70},
+    "qk_norm": {"heads": 3},
     "row_sum": {"mlp": 5_000},
     "softmax": {"vocab": 5_000},
 }
@@ -225,19 +226,6 @@ def _row_sum(session) -> Iterator[Row]:
     yield s.row("parity", "another dtype", compare(dx, expected), "fp64")
 
 
-def _shared_by_features(session) -> Iterator[Row]:
-    """Judges the gradient of a weight that some features of a token share, of numbers whose sums are exact."""
-    s, numbers = session.make()[0], torch.arange(7 * 3 * 4, dtype=torch.float32).view(7, 3, 4)
-    x, dy = (t.to(s.problem.device, s.problem.dtype) for t in (numbers % 5 - 2, numbers % 7 - 3))
-    function = getattr(bi_kernels, s.problem.op.name)
-    each = (dy * x if s.problem.op.name == "scaled" else dy).double().sum(0)
-    for shape in ((3, 1), (3, 4), (1, 4), ()):
-        weight = torch.ones(shape, device=x.device, dtype=x.dtype).requires_grad_()
-        (dw,) = torch.autograd.grad(function(x, weight, features=2), weight, dy)
-        drift = compare(dw, each.sum_to_size(shape).to(dw.dtype))
-        yield s.row("parity", f"a weight of {shape}", drift, "fp64", tensor="dweight")
-
-
 # what else the audit of an op's family judges in its notebook
 MORE: dict[str, Callable] = {
     "attention": _experiments,
@@ -248,7 +236,6 @@ MORE: dict[str, Callable] = {
     "lm_head_logprob": _vocabulary,
     "embedding": _embedding,
     "row_sum": _row_sum,
-    **dict.fromkeys(("scaled", "shifted"), _shared_by_features),
     **dict.fromkeys(("swiglu", "geglu", "geglu_tanh", "clamped_swiglu"), _gated),
 }
 

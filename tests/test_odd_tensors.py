@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import assert_same_bits
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import bi_kernels as bi
+from bi_kernels.ops import elementwise
 
 
 def drawn(*shape: int, dtype=torch.bfloat16) -> torch.Tensor:
@@ -53,6 +54,14 @@ def test_fake_tensors_have_the_shape_that_comes(op):
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         found = CALLS[op](mode.from_tensor(X))
     assert found.shape == CALLS[op](X).shape and found.dtype == CALLS[op](X).dtype
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_backward_of_fake_tensors_launches_nothing():
+    """As torch.compile traces it, whose first tracers do not say that they do."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        dx = elementwise._elementwise.raw("scale", mode.from_tensor(X), None, 0.5, X.dtype)
+    assert isinstance(dx, FakeTensor) and dx.shape == X.shape
 
 
 def test_fake_tensors_that_require_a_gradient_are_one_sentence():

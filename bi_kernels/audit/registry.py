@@ -107,6 +107,15 @@ _EVERY = (
         arguments={"value": (0.0, float("-inf"))},
         ieee=True,
     ),
+    Op(
+        "scaled_heads",
+        "elementwise",
+        {"x": "heads, head_dim"},
+        {"weight": "heads, 1"},
+        function="scaled",
+        row="scaled",
+        ieee=True,
+    ),
     Op("cast", "elementwise", {"x": "hidden"}, ieee=True, casts=True),
     Op("rope", "elementwise", {"x": "heads, head_dim"}, **_ROPE),
     Op("rope_interleaved", "elementwise", {"x": "heads, head_dim"}, constants={"interleaved": True}, **_ROPE),
@@ -164,6 +173,15 @@ _EVERY = (
     ),
     Op(
         "layer_norm", "rms_norm", {"x": "hidden"}, {"weight": "hidden", "bias": "hidden"}, **_NORM | {"arguments": _EPS}
+    ),
+    Op(
+        "layer_norm_heads",
+        "rms_norm",
+        {"x": "heads, head_dim"},
+        {"weight": "head_dim", "bias": "head_dim"},
+        function="layer_norm",
+        row="layer_norm",
+        **_NORM | {"reduction": "head_dim", "constants": {"eps": EPS, "heads": True}, "arguments": _EPS},
     ),
     Op(
         "row_sum", "rms_norm", {"x": "mlp"}, reduction="mlp", constants={"scale": 0.3}, arguments={"scale": (1.0, -2.0)}

@@ -42,7 +42,7 @@ def _layer_norm_kernel(
     tl.store(y + at, z.to(y.dtype.element_ty), mask=inside)
 
 
-@jit(do_not_specialize=["tokens", "heads"])
+@jit(do_not_specialize=["tokens"])
 def _layer_norm_backward_kernel(
     x,
     weight,
@@ -55,28 +55,28 @@ def _layer_norm_backward_kernel(
     of_bias,
     tokens,
     width,
-    heads,
     count,
+    HEADS: tl.constexpr,
     SLAB: tl.constexpr,
     STAGES: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """One slab of 16 tokens, each of `heads` rows: their dx, and the slab's partial sums of dweight and dbias."""
+    """One slab of 16 tokens, each of HEADS rows: their dx, and the slab's partial sums of dweight and dbias."""
     slab = tl.program_id(0)
     col = tl.arange(0, BLOCK_H)
     if weight is not None:
         w = load_features(weight, col, width, 0.0)
     dw = tl.zeros((BLOCK_R, BLOCK_H), dtype=tl.float32)
     db = tl.zeros((BLOCK_R, BLOCK_H), dtype=tl.float32)
-    for first in tl.range(0, SLAB * heads, BLOCK_R, num_stages=STAGES):
+    for first in tl.range(0, SLAB * HEADS, BLOCK_R, num_stages=STAGES):
         at_row = first + tl.arange(0, BLOCK_R)
-        token = slab * SLAB + at_row // heads
+        token = slab * SLAB + at_row // HEADS
         if slots is None:
-            token = tl.where((at_row < SLAB * heads) & (token < tokens), token, -1)
+            token = tl.where((at_row < SLAB * HEADS) & (token < tokens), token, -1)
         else:
-            token = tl.load(slots + token, mask=at_row < SLAB * heads, other=-1)
-        row = token.to(tl.int64) * heads + at_row % heads
+            token = tl.load(slots + token, mask=at_row < SLAB * HEADS, other=-1)
+        row = token.to(tl.int64) * HEADS + at_row % HEADS
         at = row[:, None] * width + col[None, :]
         inside = (token >= 0)[:, None] & (col < width)[None, :]
         center = tl.load(mean + row, mask=token >= 0, other=0.0)[:, None]
@@ -153,8 +153,8 @@ def _gradient(x, weight, mean, rstd, dy, layout, heads: int, dx, dw, db, continu
             of_bias,
             tokens,
             width,
-            heads,
             float(width),
+            HEADS=heads,
             SLAB=SLAB,
             STAGES=stages_of(blocks, x, dy),
             enable_fp_fusion=False,

@@ -74,7 +74,7 @@ def _rms_norm_kernel(
     tl.store(y + at, z.to(y.dtype.element_ty), mask=inside)
 
 
-@jit(do_not_specialize=["tokens", "heads"])
+@jit(do_not_specialize=["tokens"])
 def _rms_norm_backward_kernel(
     x,
     weight,
@@ -86,8 +86,8 @@ def _rms_norm_backward_kernel(
     partial,
     tokens,
     width,
-    heads,
     count,
+    HEADS: tl.constexpr,
     OFFSET: tl.constexpr,
     HAS_DH: tl.constexpr,
     NEEDS_DX: tl.constexpr,
@@ -97,20 +97,20 @@ def _rms_norm_backward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_H: tl.constexpr,
 ):
-    """One slab of 16 tokens, each of `heads` rows: their dx, and the slab's partial sum of dweight."""
+    """One slab of 16 tokens, each of HEADS rows: their dx, and the slab's partial sum of dweight."""
     slab = tl.program_id(0)
     col = tl.arange(0, BLOCK_H)
     if weight is not None:
         w = load_features(weight, col, width, OFFSET)
     total = tl.zeros((BLOCK_R, BLOCK_H), dtype=tl.float32)
-    for first in tl.range(0, SLAB * heads, BLOCK_R, num_stages=STAGES):
+    for first in tl.range(0, SLAB * HEADS, BLOCK_R, num_stages=STAGES):
         at_row = first + tl.arange(0, BLOCK_R)
-        token = slab * SLAB + at_row // heads
+        token = slab * SLAB + at_row // HEADS
         if slots is None:
-            token = tl.where((at_row < SLAB * heads) & (token < tokens), token, -1)
+            token = tl.where((at_row < SLAB * HEADS) & (token < tokens), token, -1)
         else:
-            token = tl.load(slots + token, mask=at_row < SLAB * heads, other=-1)
-        row = token.to(tl.int64) * heads + at_row % heads
+            token = tl.load(slots + token, mask=at_row < SLAB * HEADS, other=-1)
+        row = token.to(tl.int64) * HEADS + at_row % HEADS
         at = row[:, None] * width + col[None, :]
         inside = (token >= 0)[:, None] & (col < width)[None, :]
         scale = tl.load(rstd + row, mask=token >= 0, other=0.0)[:, None]
@@ -194,8 +194,8 @@ def slab_sums(x, weight, rstd, dy, dh, slots, slabs: int, heads: int, dx, needs_
             partial,
             tokens,
             width,
-            heads,
             float(width),
+            HEADS=heads,
             OFFSET=offset,
             HAS_DH=dh is not None,
             NEEDS_DX=dx is not None,

@@ -28,7 +28,7 @@ class RopeTable(NamedTuple):
     sin: Tensor
 
 
-@jit(do_not_specialize=["rows", "heads", "table_rows"])
+@jit(do_not_specialize=["rows", "table_rows"])
 def _rope_kernel(
     x,
     cos,
@@ -36,10 +36,10 @@ def _rope_kernel(
     positions,
     y,
     rows,
-    heads,
     dim,
     half,
     table_rows,
+    HEADS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     BACKWARD: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -57,7 +57,7 @@ def _rope_kernel(
         at = row[:, None] * dim + i[None, :]
         first = tl.load(x + at, mask=inside, other=0.0)
         second = tl.load(x + at + half, mask=inside, other=0.0)
-    position = tl.load(positions + row // heads, mask=row < rows, other=0).to(tl.int64)
+    position = tl.load(positions + row // HEADS, mask=row < rows, other=0).to(tl.int64)
     # a position outside the table gives NaN, not the angle of a neighbour
     known = inside & ((position >= 0) & (position < table_rows))[:, None]
     angle = position[:, None] * half + i[None, :]
@@ -88,7 +88,8 @@ def _launch_for(
         _rope_kernel,
         device,
         (triton.cdiv(rows, BLOCK_R),),
-        *(rows, heads, dim, half, table_rows),
+        *(rows, dim, half, table_rows),
+        HEADS=heads,
         INTERLEAVED=interleaved,
         BACKWARD=backward,
         BLOCK_R=BLOCK_R,

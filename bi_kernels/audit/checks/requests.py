@@ -101,16 +101,19 @@ def op_requests(u: Step) -> dict[str, Variant]:
     return found
 
 
-def _again(u: Step, layout: TokenLayout | None = None) -> Callable:
+def _again(u: Step, layout: TokenLayout | None = None, reentrant: bool = False) -> Callable:
     """Returns the candidate in a checkpoint, under a layout both times where there is one."""
     call = layout.within(u.subject.called) if layout else u.subject.called
-    return partial(checkpoint, call, use_reentrant=False)
+    return lambda *given, **told: checkpoint(partial(call, **told), *given, use_reentrant=reentrant)
 
 
 def checkpointed(u: Step) -> tuple[Results, Results]:
-    """Compares all outputs and gradients of the call in a checkpoint, those that main_grad holds as well."""
-    function = _again(u, token_layout(u.call, u.lengths))
-    found, expected = u.made(function=function), dict(u.base)
+    """Compares all outputs and gradients of the call in a checkpoint, those that main_grad holds as well; and in one
+    whose backward is one within a backward."""
+    layout = token_layout(u.call, u.lengths)
+    function, said = _again(u, layout), lambda made: {f"{k}, reentrant": t for k, t in made.items()}
+    expected = u.base | said(u.base)
+    found = u.made(function=function) | said(u.made(function=_again(u, layout, reentrant=True)))
     if u.parameters:
         for into, way in ((found, function), (expected, None)):
             given = u.inputs()
