@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from queue import SimpleQueue
@@ -177,9 +177,9 @@ def judged(
     """Returns the verdicts on mutants, in their order, and how many are open at `until`, by time.monotonic(). What
     `kept` holds of the same sources is not judged again.
 
-    The unbroken package is judged first, in each dtype and with the first seed; with every other one afterwards, in the
-    stages that killed with it. tell: gets each verdict as it comes, and how many are left. Raises ValueError, which
-    names each op that needs a fix before it is broken.
+    The unbroken package is judged before a mutant, in each dtype that it is asked in and with the first seed; with
+    every other one afterwards, in the stages that killed with it. tell: gets each verdict as it comes, and how many are
+    left. Raises ValueError, which names each op that needs a fix before it is broken.
     """
     own, known = {"made": made_of(), "device": device, "seeds": len(seeds)}, {}
     key = lambda found: found.get("id") or _asked_of_clean(found)
@@ -190,45 +190,61 @@ def judged(
     with ThreadPoolExecutor(jobs) as pool, copies(jobs, device) as call, kept.open("a", encoding="utf-8") as file:
 
         def every(tasks: dict) -> Iterator[tuple[object, dict]]:
-            """Yields what each task found as it comes. tasks: {what it is of: arguments of Copy.judge}."""
-            of = {pool.submit(call, Copy.judge, *arguments): key for key, arguments in tasks.items()}
-            for task in as_completed(of):
-                yield of[task], task.result()
+            """Yields what each task found as it comes. tasks: {what it is of: arguments of Copy.judge}, which may grow
+            meanwhile."""
+            running, begun = {}, set()
+            while begun < tasks.keys() or running:
+                new = [key for key in tasks if key not in begun]
+                running |= {pool.submit(call, Copy.judge, *tasks[key]): key for key in new}
+                begun.update(new)
+                for task in wait(running, return_when=FIRST_COMPLETED).done:
+                    yield running.pop(task), task.result()
 
         def keep(found: dict) -> None:
             known[key(found)] = found
             file.write(json.dumps(found) + "\n")
             file.flush()
 
-        def judge_unbroken(which: Sequence[tuple]) -> None:
-            wrong = []
-            tasks = {of: (None, [of[:3]], (3600, 3600), [of[3]], until, of[4]) for of in which if of not in known}
-            for (op, dtype, depth, seed, only), found in every(tasks):
+        def of_unbroken(which: Sequence[tuple]) -> dict:
+            return {of: (None, [of[:3]], (3600, 3600), [of[3]], until, of[4]) for of in which if of not in known}
+
+        def judge(tasks: dict, more: Callable[[], dict] = dict) -> None:
+            """Judges the unbroken package, and mutants as soon as what they are asked is known of it."""
+            wrong, left = [], len(chosen) - len(known.keys() & {m.id for m in chosen})
+            unbroken = {of for of in tasks if not isinstance(of, Mutant)}
+            for of, found in every(tasks):
+                if isinstance(of, Mutant):
+                    if found:
+                        keep(own | {"id": of.id} | said(of) | found)
+                        tell(found, left := left - 1)
+                    continue
+                unbroken.discard(of)
                 if found and found["verdict"] == "survived":
-                    keep(own | found | {"op": op, "dtype": dtype, "depth": depth, "seed": seed, "only": only})
+                    keep(own | found | dict(zip(("op", "dtype", "depth", "seed", "only"), of)))
                 elif found:
-                    wrong.append(f"{op} in {found['relation']} {found['layout']} ({found['detail']})")
-            if wrong:
-                raise ValueError(f"before anything is broken, these need a fix: {'; '.join(dict.fromkeys(wrong))}")
+                    wrong.append(f"{of[0]} in {found['relation']} {found['layout']} ({found['detail']})")
+                if wrong and not unbroken:
+                    raise ValueError(f"before anything is broken, these need a fix: {'; '.join(dict.fromkeys(wrong))}")
+                tasks |= {} if wrong else more()
 
         try:
+            for number, m in enumerate([m for m in chosen if m.id in known], 1):
+                tell(known[m.id], len(chosen) - number)
             todo = {m: asks_of(m) for m in chosen if m.id not in known}
+            clean = lambda asks: [(*ask, seeds[0], ()) for ask in asks]
             kinds = sorted({ask for asks in todo.values() for ask in asks}, key=lambda ask: (not attends(ask[0]), ask))
-            unbroken = [(*ask, seeds[0], ()) for ask in kinds]  # attention first
-            judge_unbroken(unbroken)
-            left = len(chosen)
-            for m in chosen:
-                if m not in todo:
-                    tell(known[m.id], left := left - 1)
-            if all(of in known for of in unbroken):
-                clean = [known[of] for of in unbroken]
-                most = {asks: limits(clean, asks, LEAST[device], len(seeds)) for asks in todo.values()}
-                tasks = {m: (m, asks, most[asks], seeds, until) for m, asks in todo.items()}
-                for m, found in every(tasks):
-                    if found:
-                        keep(own | {"id": m.id} | said(m) | found)
-                        tell(found, left := left - 1)
-                judge_unbroken(sorted({of for m in chosen for of in _confirming(known.get(m.id, {}), seeds[1:])}))
+
+            def ready() -> dict:
+                """Returns the tasks of mutants of which everything asked is known of the unbroken package."""
+                found = {}
+                for m in [m for m, asks in todo.items() if all(of in known for of in clean(asks))]:
+                    asks = todo.pop(m)
+                    most = limits([known[of] for of in clean(asks)], asks, LEAST[device], len(seeds))
+                    found[m] = (m, asks, most, seeds, until)
+                return found
+
+            judge(of_unbroken(clean(kinds)) | ready(), ready)  # attention first
+            judge(of_unbroken(sorted({of for m in chosen for of in _confirming(known.get(m.id, {}), seeds[1:])})))
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
