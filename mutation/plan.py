@@ -28,7 +28,7 @@ class Equivalent:
     file: str = "*"  # a pattern, as that of the function
     function: str = "*"
     before: str = ""  # the lines as they stand, stripped; nothing: every line of the function
-    text: str = ""  # what they become there; nothing: whatever they become
+    text: str | list[str] = ""  # what they become there, or several; nothing: whatever they become
     operator: str = ""
     number: int = -1  # among equal ones of a line; −1: each of them
     taken: str = ""  # a regular expression of what they replace
@@ -39,7 +39,8 @@ class Equivalent:
         same = fnmatch(m.file, self.file) and fnmatch(m.function, self.function) and self.before in ("", m.before)
         same = same and (not self.line or bool(re.fullmatch(self.line, m.before, re.DOTALL)))
         same = same and (not self.taken or bool(re.fullmatch(self.taken, m.taken, re.DOTALL)))
-        same = same and self.text in ("", m.text) and self.operator in ("", m.operator)
+        texts = [self.text] if isinstance(self.text, str) else self.text
+        same = same and ("" in texts or m.text in texts) and self.operator in ("", m.operator)
         return same and self.number in (-1, m.number)
 
 
