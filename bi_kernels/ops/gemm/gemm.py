@@ -26,7 +26,7 @@ from bi_kernels.ops.gemm.launch_cache import cached_launch, remember_view
 from bi_kernels.tokens import consume_zero_flag, gradient_of, layout_of, training_arguments, warn_unlaid_micro_batch
 
 # of the interpreter, where a program costs more than what it computes
-FEW_ROWS, MANY_ROWS = Tile(64, 128, 64, 4, 4), Tile(256, 128, 64, 4, 8)
+FEW_ROWS, MANY_ROWS = Tile(64, 128, 64, 4, 4), Tile(256, 128, 64, 8, 3)
 FP32_ROWS = FP32_TILE._replace(m=128, n=128)
 
 
