@@ -108,8 +108,8 @@ def _again(u: Step, layout: TokenLayout | None = None, reentrant: bool = False) 
 
 
 def checkpointed(u: Step) -> tuple[Results, Results]:
-    """Compares all outputs and gradients of the call in a checkpoint, those that main_grad holds as well; and in one
-    whose backward is one within a backward."""
+    """Compares all outputs and gradients of the call in a checkpoint, those that main_grad holds as well, and in a
+    reentrant checkpoint."""
     layout = token_layout(u.call, u.lengths)
     function, said = _again(u, layout), lambda made: {f"{k}, reentrant": t for k, t in made.items()}
     expected = u.base | said(u.base)
