@@ -349,13 +349,14 @@ def scaled_where(condition):
 
 
 def after_a_call_of_two():
-    """Returns what tells whether a call of 60 tokens or more is the first after one of two."""
+    """Returns what tells whether a call of all 63 tokens is the first after one of two. Many calls are of fewer, so it
+    does not matter at which of them their time is over."""
     held = [0]
 
     def condition(*given):
         count, after = len(given[0]), held[0]
-        held[0] = (count == 2 or after) * (count < 60)
-        return count >= 60 and after
+        held[0] = (count == 2 or after) * (count < 63)
+        return count >= 63 and after
 
     return condition
 
