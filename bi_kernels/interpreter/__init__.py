@@ -26,6 +26,7 @@ from bi_kernels.interpreter.builder import Builder, Reduce, Scan
 from bi_kernels.interpreter.formats import numpy_dtype
 from bi_kernels.interpreter.launch import Launch, builtin
 from bi_kernels.interpreter.tensors import (
+    Loops,
     Semantic,
     argument,
     init_block_type,
@@ -54,6 +55,7 @@ def install() -> None:
     stock.interpreter_builder.__class__, stock.interpreter_semantic.__class__ = Builder, Semantic
     # as compiled kernels have it; the check of every integer addition costs a quarter of the time
     stock.interpreter_builder.options = replace(stock.interpreter_builder.options, sanitize_overflow=False)
+    stock.FunctionRewriter.ast_transformer = Loops()
     stock.ReduceOps, stock.ScanOps, stock.GridExecutor = Reduce, Scan, Launch
     stock._patch_lang = lambda fn: stock._LangPatchScope()
     stock._implicit_cvt, stock._get_np_dtype, TensorHandle.__init__ = argument, numpy_dtype, init_handle

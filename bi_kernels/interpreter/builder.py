@@ -23,7 +23,7 @@ from bi_kernels.interpreter.formats import (
     to_fp16_toward_zero,
 )
 from bi_kernels.interpreter.memory import Memory
-from bi_kernels.interpreter.tensors import block_of
+from bi_kernels.interpreter.tensors import block_of, side
 
 GATHER = 256  # elements from which on a gather in NumPy is faster than Triton's loop over the pointers
 
@@ -68,6 +68,7 @@ class Builder(InterpreterBuilder):
     """Replaces the operations of Triton's InterpreterBuilder that are wrong for bf16 or differ from sm_90's."""
 
     memory: Memory | None = None  # of the launch that runs
+    side = 0  # dimensions of an array before a tile's own
 
     def get_bf16(self, value):
         return handle_of(np.array([value], dtype=np.float64), tl.bfloat16)
@@ -250,6 +251,10 @@ class Builder(InterpreterBuilder):
         return TensorHandle(dot(a, b, c) if a.ndim == 2 else np.stack([dot(*t) for t in zip(a, b, c)]), tl.float32)
 
 
+class Unknown(BaseException):
+    """A program does what is computed for one program at a time only. No kernel catches it, as no error."""
+
+
 class Checked:
     def check_tensor(self, inputs):
         if any(getattr(t, "dtype", None) == tl.bfloat16 for t in inputs):
@@ -258,16 +263,44 @@ class Checked:
 
 
 class Scan(Checked, stock.ScanOps):
-    pass
+    def apply_impl(self, input):
+        if side() and (self.reverse or self.combine_fn != tl.standard._sum_combine):
+            raise Unknown
+        return super().apply_impl(input)
+
+    def cumsum(self, input):
+        return [_tile(np.cumsum(input.handle.data, axis=self.axis + side()), input.dtype)]
+
+
+QUIET = {np.nanmax: np.fmax.reduce, np.nanmin: np.fmin.reduce}  # the former warn of a row of NaN
 
 
 class Reduce(Checked, stock.ReduceOps):
     def min_max(self, input, val_reduce_op, idx_reduce_op=None):
-        quiet = {np.nanmax: np.fmax.reduce, np.nanmin: np.fmin.reduce}  # the others warn of a row of NaN
-        return super().min_max(input, quiet.get(val_reduce_op, val_reduce_op), idx_reduce_op)
+        values = self._each(QUIET.get(val_reduce_op, val_reduce_op), input, input.dtype)
+        return values if idx_reduce_op is None else (values, self._each(idx_reduce_op, input, tl.int32))
 
     def sum(self, input):
-        out = super().sum(input)
+        out = self._each(np.sum, input, input.dtype)
         if out.handle.data.size < input.handle.data.size:  # one element alone is not added to anything
             out.handle.data = canonical(out.handle.data)
         return out
+
+    def generic_reduce(self, input):
+        if side():
+            raise Unknown
+        return super().generic_reduce(input)
+
+    def _each(self, reduce, t: tl.tensor, dtype: tl.dtype) -> tl.tensor:
+        """Reduces each program's tile alone, laid out in rows: NumPy's order of a sum hangs on layout and length."""
+        tiles = np.ascontiguousarray(t.handle.data)
+        how = {"axis": self.axis, "keepdims": self.keep_dims}
+        return _tile(np.stack([reduce(x, **how) for x in tiles]) if side() else np.asarray(reduce(tiles, **how)), dtype)
+
+
+def _tile(data: np.ndarray, dtype: tl.dtype) -> tl.tensor:
+    """Returns an array as a tile, or as a scalar if it has no dimension of a tile."""
+    shape, data = data.shape[side() :], data.astype(stock._get_np_dtype(dtype))
+    return tl.tensor(
+        TensorHandle(data if shape else data.reshape(-1), dtype), block_of(dtype, shape) if shape else dtype
+    )

@@ -2,6 +2,7 @@
 
 import inspect
 import threading
+from collections.abc import Iterable
 from contextlib import contextmanager
 from functools import cache, wraps
 
@@ -14,9 +15,11 @@ from triton.runtime.errors import InterpreterError
 from triton.runtime.jit import _normalize_ty
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from bi_kernels.interpreter import lockstep
+from bi_kernels.interpreter.builder import Unknown
 from bi_kernels.interpreter.formats import numbers
 from bi_kernels.interpreter.memory import Memory
-from bi_kernels.interpreter.tensors import OPERATORS, index, short_operator
+from bi_kernels.interpreter.tensors import OPERATORS, Semantic, decided, index, short_operator, side
 
 LOCK = threading.RLock()  # the interpreter is one for all threads
 
@@ -47,6 +50,13 @@ def _patches() -> list[tuple]:
     inside = {(owner, name): inspect.getattr_static(owner, name) for owner, name, _ in scope._changes}
     scope.restore()
     inside |= {(tl.tensor, "__repr__"): _shown, (tl.tensor, "__str__"): _shown}
+    inside |= {
+        (tl, "range"): _range,
+        (tl.core, "range"): _range,
+        (tl.tensor, "__bool__"): _truth,
+        (tl.tensor, "T"): property(_transposed),
+    }
+    inside[tl.tensor, "__index__"] = lambda t: decided(t, int)
     inside[tl.tensor, "__getitem__"] = index(tl.tensor.__getitem__)
     for name, (compute, names) in OPERATORS.items():
         inside[tl.tensor, name] = short_operator(getattr(tl.tensor, name), compute, names)
@@ -70,8 +80,22 @@ def _language():
 
 def _shown(t: tl.tensor) -> str:
     """Shows a tile in a debugger and `print`: the numbers of a bf16, which NumPy knows as raw bits only."""
+    if side():
+        raise Unknown
     handle = t.handle
     return f"{numbers(handle)} {t.dtype}" if handle.dtype.scalar.is_bf16() else repr(handle.data)
+
+
+def _range(arg1, arg2=None, step=None, **_) -> Iterable:
+    return Semantic.loop(*(arg1, arg2)[: 1 + (arg2 is not None)], step=step)
+
+
+def _truth(t: tl.tensor) -> bool:
+    return t.numel.value > 1 or decided(t, bool)
+
+
+def _transposed(t: tl.tensor) -> tl.tensor:
+    return tl.trans(t)
 
 
 @cache
@@ -92,6 +116,7 @@ class Launch(stock.GridExecutor):
     """Launches a kernel like stock, whose patches, copies and inspections are made once or, on the CPU, never."""
 
     semantic = None  # the interpreter's, while a kernel runs
+    calls = staticmethod(lockstep.run)  # of a kernel with its arguments, for each place of its grid
 
     def __init__(self, fn, arg_names, grid, pre_run_hooks=()):
         self.fn, self.arg_names, self.grid, self.pre_run_hooks = fn, arg_names, grid, pre_run_hooks
@@ -123,9 +148,7 @@ class Launch(stock.GridExecutor):
             stock.interpreter_builder.set_grid_dim(*grid)
             stock.interpreter_builder.memory = Memory(bound.arguments)
             try:
-                for at in np.ndindex(*grid):
-                    stock.interpreter_builder.set_grid_idx(*at)
-                    self.fn(**values)
+                self.calls(self.fn, values, [*np.ndindex(*grid)])
             except Exception as e:
                 if triton.knobs.compilation.front_end_debugging:
                     raise

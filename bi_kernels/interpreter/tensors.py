@@ -1,6 +1,7 @@
 """Triton's own objects, made once instead of for every operation: arguments (a Python float as the fp32 that the GPU
 takes), types, constants, and operators of equal dtypes."""
 
+import ast
 import operator
 from functools import cache, lru_cache
 
@@ -118,12 +119,13 @@ def short_operator(general, compute, names: frozenset[str]):
         kept = theirs == mine in names or (theirs in LIMITS and mine in LIMITS)
         if all(blocks) and len(self.shape) != len(other.shape):
             return general(self, other)
+        a, b = _level(self, other) if side() and blocks[0] != blocks[1] else (self.handle, other.handle)
         try:
             if kept:
-                data = compute(self.handle.data, other.handle.data)
+                data = compute(a.data, b.data)
                 dtype = tl.int1 if data.dtype.kind == "b" else self.dtype if data.itemsize < 8 else tl.int64
             elif theirs in LIMITS and compute is operator.add and self.dtype.is_ptr():
-                data = stock.interpreter_builder.create_addptr(self.handle, other.handle).data
+                data = stock.interpreter_builder.create_addptr(a, b).data
                 dtype = self.dtype
             else:
                 return general(self, other)
@@ -131,9 +133,23 @@ def short_operator(general, compute, names: frozenset[str]):
             return general(self, other)
         if data.dtype.kind == "f":
             data = canonical(data)
-        return _made(data, dtype, block_of(dtype, data.shape) if any(blocks) else dtype)
+        return _made(data, dtype, block_of(dtype, data.shape[side() :]) if any(blocks) else dtype)
 
     return operate
+
+
+def side() -> int:
+    """Returns how many dimensions of an array come before a tile's: one where programs run side by side."""
+    return stock.interpreter_builder.side
+
+
+def _level(*operands: tl.tensor) -> list[TensorHandle]:
+    """Returns a scalar and a block, of several programs, with as many dimensions each."""
+    ndim = max(t.handle.data.ndim for t in operands)
+    return [
+        t.handle if t.type.is_block() else TensorHandle(t.handle.data.reshape(-1, *(1,) * (ndim - 1)), t.handle.dtype)
+        for t in operands
+    ]
 
 
 def _constant(value, dtype: str):
@@ -154,14 +170,46 @@ def index(general):
         known = type(slices) is tuple and all(s is None or s == WHOLE for s in slices)
         if not (known and self.type.is_block() and len(slices) - slices.count(None) <= len(self.shape)):
             return general(self, slices)
-        data = self.handle.data[slices]
-        return _made(data, self.dtype, block_of(self.dtype, data.shape))
+        data = self.handle.data[(WHOLE,) * side() + slices]
+        return _made(data, self.dtype, block_of(self.dtype, data.shape[side() :]))
 
     return insert
 
 
+class Parted(BaseException):
+    """Programs side by side take different ways; values: by which, one of each program. No kernel catches it: it is no
+    error."""
+
+    def __init__(self, values: np.ndarray):
+        self.values = values.tolist()
+
+
+def decided(t: tl.tensor, convert: type):
+    """Returns a scalar that all programs share as a number of Python's; raises Parted where they do not share it."""
+    data = t.handle.data.reshape(-1).astype(convert)
+    if (data != data[0]).any():
+        raise Parted(data)
+    return convert(data[0])
+
+
 class Semantic(TritonSemantic):
     """Gives Triton's semantic a short way where the dtypes are equal or an operand is an integer constant."""
+
+    @staticmethod
+    def loop(*bounds, step=None):
+        """Returns a `range`. Programs side by side may begin and end apart; Parted unless they go round as often."""
+        given = (*bounds, step) if step is not None else bounds
+        own = [t.handle for t in given if isinstance(t, tl.tensor) and t.handle.data.size > 1]
+        if not (side() and own):
+            return range(*given)
+        given = (0, *given) if len(given) == 1 else given
+        begin, end, step = (np.int64(t.handle.data if isinstance(t, tl.tensor) else t) for t in (*given, 1)[:3])
+        rounds = np.broadcast_to(np.maximum(0, -(-(end - begin) // step)), max(h.data.shape for h in own))
+        if (rounds != rounds[0]).any():
+            raise Parted(rounds)
+        kind = tl.int64 if any(h.dtype == tl.int64 for h in own) else tl.int32
+        places = (np.atleast_1d(begin + i * step) for i in range(rounds[0]))
+        return (_made(at.astype(numpy_dtype(kind)), kind, kind) for at in places)
 
     def scalar_constant(self, value, dtype):
         if type(value) is int and dtype.name in LIMITS:
@@ -194,6 +242,13 @@ class Semantic(TritonSemantic):
         return input if input.dtype.name == dst_ty.scalar.name else super().cast(input, dst_ty, *rounding, **more)
 
     def _load_legacy(self, ptr, mask, other, *how):
+        element = ptr.dtype.element_ty if ptr.dtype.is_ptr() else None
+        scalars = side() and mask is not None and all(t is None or not t.type.is_block() for t in (ptr, mask, other))
+        if scalars and element and element.name != "int1" and not any(how[:2]):  # each program has a mask of its own
+            instead = None if other is None else self.cast(other, element).handle
+            return _made(
+                self.builder.create_masked_load(ptr.handle, mask.handle, instead, *how[2:]).data, element, element
+            )
         if not (ptr.type.is_block() and ptr.dtype.is_ptr()):
             return super()._load_legacy(ptr, mask, other, *how)
         element = ptr.dtype.element_ty
@@ -203,7 +258,7 @@ class Semantic(TritonSemantic):
             return super()._load_legacy(ptr, mask, other, *how)
         instead = None if other is None else other.handle
         found = self.builder.create_masked_load(ptr.handle, mask.handle, instead, *how[2:])
-        return _made(found.data, element, block_of(element, found.data.shape))
+        return _made(found.data, element, block_of(element, found.data.shape[side() :]))
 
 
 def init_handle(self, data, dtype, attr=None):
@@ -212,3 +267,13 @@ def init_handle(self, data, dtype, attr=None):
         _SIZES[dtype.name] = 8 if dtype.is_ptr() else max(1, dtype.primitive_bitwidth // 8)
     if data.itemsize > _SIZES[dtype.name]:
         raise ValueError(f"an array of {data.dtype} does not fit {dtype}")
+
+
+class Loops(stock.ASTTransformer):
+    """Rewrites a kernel as Triton does, and the `range` of a loop to Semantic.loop."""
+
+    def visit_For(self, node):
+        self.generic_visit(node)
+        if isinstance(node.iter, ast.Call) and isinstance(node.iter.func, ast.Name) and node.iter.func.id == "range":
+            node.iter.func = ast.Attribute(ast.Name("interpreter_semantic", ast.Load()), "loop", ast.Load())
+        return node

@@ -23,6 +23,7 @@ from bi_kernels.audit.static.binary import CELL, Compiled, copied
 from bi_kernels.audit.static.function import without_choosers
 from bi_kernels.checks import integers_of
 from bi_kernels.interpreter.launch import Launch
+from bi_kernels.interpreter.lockstep import one_by_one
 from bi_kernels.scalars import check_type, truncated_repr
 from bi_kernels.workbench.source import line_in_cell, source
 
@@ -182,7 +183,9 @@ def first_launch(kernel, function: Callable, *inputs) -> tuple[tuple[int, ...], 
 
 def launched(kernel: InterpretedFunction, grid, given: dict, wrap: Callable = lambda fn: fn) -> dict[str, torch.Tensor]:
     """Launches an interpreted kernel whose function `wrap` may replace; returns its tensors by parameter."""
-    Launch(wrap(kernel.rewrite()), kernel.arg_names, grid, kernel.pre_run_hooks)(**given)
+    launch = Launch(wrap(kernel.rewrite()), kernel.arg_names, grid, kernel.pre_run_hooks)
+    launch.calls = one_by_one  # in order
+    launch(**given)
     return {k: t for k, t in given.items() if isinstance(t, torch.Tensor)}
 
 
