@@ -7,6 +7,8 @@
 - What a kernel reads or writes beyond the tensors that it was given raises, also where no result holds it: a GPU may
   let it pass, or end the process. Not seen: what lies in another of them, or in the rest of a view's storage, and a
   launch whose kernel makes a pointer of a number.
+- Programs of a launch run side by side where they go the same way (lockstep.py): one reads what another writes in the
+  same launch, or does not, as on a GPU.
 - What is not right raises. Not made equal, because the GPU's own result depends on the layout or is an approximation:
   fp32 sums and scans, the sign of a zero from `tl.max`, `/` (but `tl.div_rn` is), exp, log, rsqrt and their like.
   Nor is what the compiler rewrites: it fuses a * b + c unless told not to, and acc + tl.dot(a, b) into
