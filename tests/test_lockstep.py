@@ -1,5 +1,6 @@
 """Programs of a launch that run side by side leave the memory that they leave one after another."""
 
+import math
 import pdb
 import sys
 
@@ -91,7 +92,47 @@ def stops(x, y, n, C: tl.constexpr):
     tl.store(y + tl.program_id(0), 1.0)
 
 
-KERNELS = (adds, loops, pages, products, counts, descriptors)
+@triton.jit
+def waits(x, y, n, C: tl.constexpr):
+    """Each waits until the one before it has counted itself, behind a branch that parts them."""
+    i, step = tl.program_id(0), 1.0
+    if i % 2 == 0:
+        step = 2.0
+    if i > 0:
+        while tl.load(y + i - 1, volatile=True) < 100000.0:
+            step += 0.0
+    tl.store(y + i, 100000.0 + step)
+
+
+@triton.jit
+def constants(x, y, n, C: tl.constexpr):
+    """Counts itself, writes what all share, and goes a way of its own."""
+    i, c = tl.program_id(0), tl.arange(0, C)
+    tl.store(y + i * C + c, tl.load(y + i * C + c) + 1, mask=c < n)
+    tl.store(y + i * C, 0.0)
+    if i % 2 == 0:
+        tl.store(y + i * C + c, tl.load(y + i * C + c) * 2, mask=c < n)
+
+
+@triton.jit
+def last_axis(x, y, n, C: tl.constexpr):
+    i, r, c = tl.program_id(0), tl.arange(0, 4), tl.arange(0, C)
+    tile = tl.load(x + ((i + r) % n)[:, None] * C + c[None, :])
+    tl.store(y + i * C + c, tl.sum(tl.cumsum(tile, -1), 0))
+
+
+@triton.jit
+def rounds(x, y, n, C: tl.constexpr):
+    """A loop's variable is a tensor, as compiled: it is divided toward zero, and by steps given by name."""
+    i, total = tl.program_id(0), 0
+    for j in range(i - 5, i):
+        total += j // 2 + j % 3
+    for j in tl.range(n, step=5):
+        total += j.to(tl.int32)
+    tl.store(y + i, total.to(tl.float32))
+
+
+KERNELS = (adds, loops, pages, products, counts, descriptors, waits, constants, last_axis, rounds)
 
 
 def launched(kernel, most: int, monkeypatch, dtype=torch.float32):
@@ -148,3 +189,15 @@ def test_who_looks_at_a_program_sees_one(monkeypatch):
     monkeypatch.setattr(sys, "breakpointhook", pdb.set_trace)
     launched(stops, 64, monkeypatch)
     assert seen == [(i, 0, 0) for i in range(N)]
+
+
+def test_a_loops_variable_is_divided_as_compiled(monkeypatch):
+    y, _, _ = launched(rounds, 64, monkeypatch)
+    numbers = [sum(int(j / 2) + int(math.fmod(j, 3)) for j in range(i - 5, i)) + sum(range(0, N, 5)) for i in range(N)]
+    assert y.flatten()[:N].tolist() == numbers
+
+
+def test_a_grid_of_no_programs_runs_none():
+    y = torch.zeros(N)
+    rounds[(0,)](y, y, N, WIDE)
+    assert not y.any()

@@ -164,7 +164,7 @@ def test_an_error_is_shown_at_its_line_with_the_tiles_up_to_it():
     assert steps["total"] == 12, "after the round before"
     (_, last), found = loop(steps).kept[3], repr(steps)
     assert [str(a) for a in last[0].accesses] == ["reads x[12:16]"] and not last[0].tiles
-    assert " ".join(found.split()).endswith(f"KernelError: {steps.error}") and "round 4: i = 3" in found
+    assert " ".join(found.split()).endswith(f"KernelError: {steps.error}") and "round 4: i  int32 = 3" in found
     assert max(map(len, found.splitlines())) <= 100, "a terminal's columns"
     assert str(steps.error).replace("`", "") in steps._repr_html_().replace("`", "").replace("&#x27;", "'")
 

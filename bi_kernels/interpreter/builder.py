@@ -43,6 +43,11 @@ def _whole(t: TensorHandle) -> TensorHandle:
     return TensorHandle(np.array(t.data, order="C"), t.dtype)
 
 
+def own_arrays(*arrays: np.ndarray) -> list[np.ndarray]:
+    """Returns arrays that may be written to, as Triton's loop over pointers needs of all that it reads."""
+    return [np.require(a, None, "W") for a in arrays]
+
+
 def _gathered(pointers: np.ndarray, first: int, last: int, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray] | None:
     """Returns memory and the indices of `pointers` in it, or None where not all are aligned."""
     offsets = (pointers - np.uint64(first)).view(np.int64)
@@ -163,7 +168,7 @@ class Builder(InterpreterBuilder):
         pointers, masked, data = ptrs.data, np.asarray(mask.data), value.data
         found = self._gather(pointers, masked, data.dtype)
         if found is None:
-            return super().create_masked_store(ptrs, value, mask, *rest)
+            return stock._interpreter.store(*own_arrays(pointers, data, masked))
         memory, index = found
         if masked.all():
             memory[index] = data
@@ -260,6 +265,8 @@ class Checked:
         if any(getattr(t, "dtype", None) == tl.bfloat16 for t in inputs):
             refuse("a reduction or scan of bf16")
         super().check_tensor(inputs)
+        if self.axis is not None and self.axis < 0:
+            self.axis += len(inputs[0].shape)
 
 
 class Scan(Checked, stock.ScanOps):

@@ -1,8 +1,8 @@
 """The programs of a launch side by side: what Python does for one serves all that take the same way.
 
 A tile has one dimension more, the first: as many as there are programs, or 1 where all have the same. Where they would
-take different ways, what they wrote is taken back, and those that go the same way start again. What is not known here
-runs a program at a time, and so does again whatever raised, so that an error is that of one program.
+take different ways, what they wrote is taken back, and those that go the same way start again. A launch with an
+operation that is not known here, or that raises, is taken back whole, and its programs run one by one, in order.
 """
 
 import math
@@ -17,7 +17,7 @@ from triton._C.libtriton import ir
 from triton.runtime import interpreter as stock
 from triton.runtime.interpreter import TensorHandle
 
-from bi_kernels.interpreter.builder import Builder, Unknown
+from bi_kernels.interpreter.builder import Builder, Unknown, own_arrays
 from bi_kernels.interpreter.tensors import Parted
 
 MOST = 64  # programs at once
@@ -68,35 +68,38 @@ class Lockstep(Builder):
     def create_reshape(self, arg, shape, allow_reorder):
         return super().create_reshape(arg, (len(arg.data), *shape), allow_reorder)
 
-    def create_masked_load(self, ptrs, mask, other, *rest, **named):
+    def create_masked_load(self, ptrs, mask, other, cache, eviction, is_volatile):
+        if is_volatile:
+            raise Unknown  # it may wait for what another program writes
         ptrs, mask, other = self._level(ptrs, mask, other)
-        return super().create_masked_load(ptrs, mask, other, *rest, **named)
+        return super().create_masked_load(ptrs, mask, other, cache, eviction, is_volatile)
 
     def create_masked_store(self, ptrs, value, mask, *rest):
         ptrs, mask, value = self._level(ptrs, mask, value)
         if not mask.data.any():
             return
         before = super().create_masked_load(ptrs, mask, None, None, None, False).data
-        self.undo.append(partial(stock._interpreter.store, ptrs.data, before, mask.data))
-        own = (TensorHandle(np.require(h.data, None, "W"), h.dtype) for h in (ptrs, value, mask))  # as stock needs
-        super().create_masked_store(*own, *rest)
+        self.undo.append(partial(stock._interpreter.store, *own_arrays(ptrs.data, before, mask.data)))
+        super().create_masked_store(ptrs, value, mask, *rest)
 
     def _level(self, *handles: TensorHandle | None) -> list[TensorHandle | None]:
         """Returns tiles of as many programs each."""
         shapes = {h.data.shape for h in handles if h is not None}
         shape = np.broadcast_shapes(*shapes)
-        if math.prod(shape) > ELEMENTS:
-            raise TooMany(math.prod(shape))
+        self._fits(shape)
         if len(shapes) == 1:
             return handles
         return [None if h is None else TensorHandle(np.broadcast_to(h.data, shape), h.dtype.scalar) for h in handles]
 
+    def _fits(self, shape: tuple[int, ...]) -> None:
+        if len(self.places) > 1 and math.prod(shape) > ELEMENTS:
+            raise TooMany(math.prod(shape))
+
     def create_dot(self, a, b, d, *how):
         if a.data.ndim != 3 or d.dtype.scalar != tl.float32:
             raise Unknown
-        count, largest = max(len(t.data) for t in (a, b, d)), max(t.data[0].size for t in (a, b, d))
-        if count * largest > ELEMENTS:
-            raise TooMany(count * largest)
+        count = max(len(t.data) for t in (a, b, d))
+        self._fits((count, max(t.data[0].size for t in (a, b, d))))
         every = (TensorHandle(np.broadcast_to(t.data, (count, *t.data.shape[1:])), t.dtype) for t in (a, b, d))
         return super().create_dot(*every, *how)
 
@@ -132,52 +135,60 @@ for _name in ALONE:
 
 def run(fn: Callable, values: dict, places: Places) -> None:
     """Calls a kernel for each of `places`, (x, y, z) in a grid, as many at once as go the same way."""
-    if sys.gettrace() or "breakpoint" in fn.__code__.co_names:
-        one_by_one(fn, values, places)  # somebody looks at each of them
+    if min(len(places), _room.get(fn, MOST)) < 2 or sys.gettrace() or "breakpoint" in fn.__code__.co_names:
+        one_by_one(fn, values, places)  # or somebody looks at each of them
         return
-    groups = [places]
-    while groups:
-        group, room = groups.pop(), _room.get(fn, MOST)
-        if len(group) > max(1, room):
-            groups += [group[at : at + max(1, room)] for at in range(0, len(group), max(1, room))][::-1]
-        elif len(group) == 1 or not room:
-            one_by_one(fn, values, group)
-        else:
-            groups += _together(fn, values, group)[::-1]
+    undo = []
+    try:
+        _in_groups(fn, values, places, undo)
+    except (Exception, Unknown) as left:
+        _take_back(undo)
+        if isinstance(left, Unknown):
+            _room[fn] = 0
+        one_by_one(fn, values, places)
 
 
 def one_by_one(fn: Callable, values: dict, places: Places) -> None:
+    """Calls a kernel for each of `places`, in order."""
     for at in places:
         stock.interpreter_builder.set_grid_idx(*at)
         fn(**values)
 
 
-def _together(fn: Callable, values: dict, places: Places) -> list[Places]:
-    """Calls a kernel for all of `places` at once; returns those that are to be called again, in groups."""
-    builder = stock.interpreter_builder
-    builder.__class__, builder.places, builder.undo = Lockstep, np.array(places, np.int32), []
-    try:
+def _in_groups(fn: Callable, values: dict, places: Places, undo: list[Callable[[], None]]) -> None:
+    """Calls a kernel for each of `places`, and notes how to take back what it writes; raises what the kernel does."""
+    groups = [places]
+    while groups:
+        group, room, done = groups.pop(), _room.get(fn, MOST), len(undo)
+        if len(group) > room:
+            groups += [group[at : at + room] for at in range(0, len(group), room)][::-1]
+            continue
         try:
-            fn(**values)
-            return []
-        except BaseException:
-            for step in reversed(builder.undo):
-                step()
-            raise
-        finally:
-            builder.__class__ = Builder
-            del builder.places, builder.undo
-    except Parted as parted:
-        groups = {}
-        for value, at in zip(parted.values, places):
-            groups.setdefault(value, []).append(at)
-        return [*groups.values()]
-    except TooMany as most:
-        _room[fn] = max(1, len(places) * ELEMENTS // int(most.elements))
-        return [places]
-    except Unknown:
-        _room[fn] = 0
-        return [places]
-    except Exception:
-        one_by_one(fn, values, places)
-        return []
+            _together(fn, values, group, undo)
+            continue
+        except Parted as parted:
+            ways = {}
+            for value, at in zip(parted.values, group):
+                ways.setdefault(value, []).append(at)
+            groups += [*ways.values()][::-1]
+        except TooMany as most:
+            _room[fn] = max(1, len(group) * ELEMENTS // most.elements)
+            groups.append(group)
+        _take_back(undo, done)
+
+
+def _together(fn: Callable, values: dict, places: Places, undo: list[Callable[[], None]]) -> None:
+    builder = stock.interpreter_builder
+    before, builder.__class__ = builder.__class__, Lockstep
+    builder.places, builder.undo = np.array(places, np.int32), undo
+    try:
+        fn(**values)
+    finally:
+        builder.__class__ = before
+        del builder.places, builder.undo
+
+
+def _take_back(undo: list[Callable[[], None]], done: int = 0) -> None:
+    """Takes back what was written after the first `done` times, last first."""
+    while len(undo) > done:
+        undo.pop()()

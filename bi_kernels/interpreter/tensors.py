@@ -197,18 +197,23 @@ class Semantic(TritonSemantic):
 
     @staticmethod
     def loop(*bounds, step=None):
-        """Returns a `range`. Programs side by side may begin and end apart; Parted unless they go round as often."""
-        given = (*bounds, step) if step is not None else bounds
-        own = [t.handle for t in given if isinstance(t, tl.tensor) and t.handle.data.size > 1]
-        if not (side() and own):
-            return range(*given)
-        given = (0, *given) if len(given) == 1 else given
-        begin, end, step = (np.int64(t.handle.data if isinstance(t, tl.tensor) else t) for t in (*given, 1)[:3])
-        rounds = np.broadcast_to(np.maximum(0, -(-(end - begin) // step)), max(h.data.shape for h in own))
+        """Returns a `range`; of tensors where a bound is one, as compiled. Programs side by side may begin and end
+        apart; Parted unless they go round as often."""
+        if step is not None:
+            bounds = (*((0, *bounds) if len(bounds) == 1 else bounds), step)
+        of = [t.handle for t in bounds if isinstance(t, tl.tensor)]
+        if not of:
+            return range(*bounds)
+        kind = tl.int64 if any(h.dtype == tl.int64 for h in of) else tl.int32
+        shape = max(h.data.shape for h in of)
+        if shape in ((), (1,)):
+            return (_int_constant(i, kind.name) for i in range(*bounds))
+        numbers = [np.int64(t.handle.data if isinstance(t, tl.tensor) else t) for t in bounds]
+        begin, end, by = (*([0, *numbers] if len(numbers) == 1 else numbers), 1)[:3]
+        rounds = np.broadcast_to(np.maximum(0, -(-(end - begin) // by)), shape).reshape(-1)
         if (rounds != rounds[0]).any():
             raise Parted(rounds)
-        kind = tl.int64 if any(h.dtype == tl.int64 for h in own) else tl.int32
-        places = (np.atleast_1d(begin + i * step) for i in range(rounds[0]))
+        places = (np.atleast_1d(begin + i * by) for i in range(rounds[0]))
         return (_made(at.astype(numpy_dtype(kind)), kind, kind) for at in places)
 
     def scalar_constant(self, value, dtype):
