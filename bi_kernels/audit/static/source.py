@@ -98,6 +98,24 @@ def _later(index: ast.expr) -> set:
         return set()
 
 
+class Known(defaultdict):
+    """Sets of labels, which only grow, and which of them the function at hand has read, at what size."""
+
+    read: dict
+
+    def __getitem__(self, key):
+        labels = super().__getitem__(key)
+        self.read.setdefault(key, len(labels))
+        return labels
+
+    def add(self, key, labels: set) -> None:
+        self.setdefault(key, set()).update(labels)
+
+    def grew(self, read: dict | None) -> bool:
+        """Tells whether one of the sets grew since it was read. None: nothing was read yet."""
+        return read is None or any(len(self.get(key, ())) > size for key, size in read.items())
+
+
 class Flow:
     """The labels of every name, in each function for each kind of arguments that it is called with, to a fixed point.
 
@@ -107,12 +125,16 @@ class Flow:
     def __init__(self, functions: list[Function], parameters: tuple[str, ...]):
         self.parameters = parameters
         self.of = {f.fn: f for f in functions}
-        self.known = defaultdict(set)  # by (function, name), by field, and by function: its result
+        self.methods = defaultdict(list)
+        for fn in self.of:
+            owner, _, name = fn.__qualname__.rpartition(".")
+            self.methods[name] += [fn] * bool(owner)
+        self.known = Known(set)  # by (function, name), by field, and by function: its result
         self.called = {}  # {call node: (name, functions that it may reach)}
         self.calls = {(f,): Specialised(f, self) for f in functions}
-        size = -1
-        while size != (size := len(self.calls) + sum(map(len, self.known.values()))):
-            for f in list(self.calls.values()):
+        while behind := [f for f in self.calls.values() if self.known.grew(f.read)]:
+            for f in behind:
+                f.read = self.known.read = {}
                 f.block(getattr(f.node, "body", []), set())
 
 
@@ -123,6 +145,7 @@ class Specialised(Function):
         vars(self).update(vars(f))
         self.flow, self.known = flow, flow.known
         self.free: set[str] = set()  # names that may be chosen
+        self.read: dict | None = None  # what its labels were made of, when they last were
 
     def block(self, body: list, control: set) -> None:
         """Labels the names that `body` assigns. `control`: what decides whether it runs; it labels reassigned names."""
@@ -134,7 +157,7 @@ class Specialised(Function):
                 case ast.AugAssign(target=target, value=value) | ast.For(target=target, iter=value):
                     self.store(target, self.item(self.labels(value)), control)
                 case ast.Return(value=ast.expr()):
-                    self.known[self] |= self.labels(s.value) | (control if self.returns > 1 else set())
+                    self.known.add(self, self.labels(s.value) | (control if self.returns > 1 else set()))
                 case _:
                     self.below(s)
             inner = control | _chosen(self.labels(s.test)) if isinstance(s, ast.If) else control
@@ -156,9 +179,9 @@ class Specialised(Function):
 
     def store(self, target: ast.expr, labels: set, control: set) -> None:
         if isinstance(target, ast.Attribute):
-            self.known[target.attr] |= labels
+            self.known.add(target.attr, labels)
         for name in names_in(target, ast.Store):
-            self.known[self, name] |= labels | (control if len(self.values[name]) > 1 else set())
+            self.known.add((self, name), labels | (control if len(self.values[name]) > 1 else set()))
 
     def item(self, labels: set) -> set:
         """Returns the labels of a kernel's loop variable: which program takes a work item does not change the item."""
@@ -241,7 +264,7 @@ class Specialised(Function):
                 for o in self.objects(owner)
             ]
         elif method and not reached:
-            reached = [(fn, 1) for fn in known if fn.__qualname__.endswith(f".{method}")]
+            reached = [(fn, 1) for fn in self.flow.methods[method]]
         plain = [(unwrap(o), skip) for o, skip in reached]
         return [(known[o], skip) for o, skip in plain if isinstance(o, FunctionType) and o in known]
 
@@ -259,7 +282,7 @@ class Specialised(Function):
             self.flow.calls[kind] = Specialised(f, self.flow)
         callee = self.flow.calls[kind]
         for p, labels in given.items():
-            self.known[callee, p] |= labels
+            self.known.add((callee, p), labels)
         return callee
 
     def reductions(self) -> Iterator[Finding]:
