@@ -21,18 +21,18 @@ from bi_kernels.audit.runs import folder
 # Seconds that each takes on the interpreter, beside one other on two cores. Those that take longest start first where
 # nobody says in which order: two processes end sooner so.
 SECONDS = {
-    "backward": 918,  # 122 where what it compiles for sm_90 was compiled before
-    "attention": 641,
-    "random": 440,
-    "vocabulary": 259,
-    "elementwise": 191,
-    "chain": 165,
-    "rms_norm": 162,
-    "families": 109,
-    "transformers": 99,
-    "gemm": 98,
-    "training": 87,
-    "dtype": 69,
+    "attention": 355,
+    "backward": 294,
+    "random": 246,
+    "vocabulary": 233,
+    "elementwise": 154,
+    "rms_norm": 145,
+    "chain": 117,
+    "gemm": 108,
+    "families": 100,
+    "transformers": 77,
+    "training": 47,
+    "dtype": 43,
 }
 SAYS = "any"  # the audit that says itself what it will ask, how far it is and what it finds
 
