@@ -33,7 +33,7 @@ def loops(x, y, n, C: tl.constexpr):
     """Goes round i % 4 times from a place of its own, and until a number of its own."""
     i, c, total = tl.program_id(0), tl.arange(0, C), 0.0
     for at in range(i, i + i % 4):
-        total += tl.sum(tl.load(x + at * C + c)) * at
+        total += tl.sum(tl.load(x + at % n * C + c)) * at
     for at in tl.range(0, n - i, 5):
         total += tl.max(tl.load(x + at * C + c), 0)
     while total > i:
@@ -45,7 +45,7 @@ def loops(x, y, n, C: tl.constexpr):
 def pages(x, y, n, C: tl.constexpr):
     """Loads scalars under masks of its own, and a tile in places that they tell."""
     i, c = tl.program_id(0), tl.arange(0, C)
-    at = tl.load(x + i * C, mask=i % 2 == 0, other=2.0).to(tl.int32) % n
+    at = tl.load(x + i * C, mask=i % 2 == 0, other=2.0).to(tl.int32) + n
     rows = (at + tl.arange(0, 4)) % n
     tile = tl.load(x + rows[:, None] * C + c[None, :], mask=(rows < i)[:, None], other=-1.0)
     tl.store(y + i * C + c, tl.sum(tile, 0) + tl.sum(tl.trans(tile), 1) + tl.argmax(tile, 0) + tl.cumsum(c, 0))
@@ -132,34 +132,39 @@ def rounds(x, y, n, C: tl.constexpr):
     tl.store(y + i, total.to(tl.float32))
 
 
+ONE_BY_ONE = counts, waits
 KERNELS = (adds, loops, pages, products, counts, descriptors, waits, constants, last_axis, rounds)
 
 
-def launched(kernel, most: int, monkeypatch, dtype=torch.float32):
-    """Returns what a kernel left where at most so many programs ran at once, and how many did, at each call."""
+def launched(kernel, most: int, monkeypatch):
+    """Returns what a kernel left where at most so many programs ran at once, how many did at each call, and what it
+    raised. A call of 0 is of all, one by one."""
     monkeypatch.setattr(lockstep, "MOST", most)
     lockstep._room.clear()
-    x = torch.randn(N, WIDE, generator=torch.Generator().manual_seed(1)).to(dtype)
-    y = torch.arange(N * WIDE, dtype=dtype).reshape(N, WIDE)
+    x = torch.randn(N, WIDE, generator=torch.Generator().manual_seed(1))
+    y = torch.arange(N * WIDE, dtype=torch.float32).reshape(N, WIDE)
     given = [TensorDescriptor.from_tensor(t, [1, WIDE]) for t in (x, y)] if kernel is descriptors else (x, y)
-    error, calls, together = "", [], lockstep._together
+    error, calls, together, alone = "", [], lockstep._together, lockstep.one_by_one
     monkeypatch.setattr(lockstep, "_together", lambda *given: calls.append(len(given[2])) or together(*given))
+    monkeypatch.setattr(lockstep, "one_by_one", lambda *given: calls.append(0) or alone(*given))
     try:
         kernel[(N,)](*given, N, WIDE)
     except InterpreterError as e:
         error = str(e)
     monkeypatch.setattr(lockstep, "_together", together)
+    monkeypatch.setattr(lockstep, "one_by_one", alone)
     assert type(stock.interpreter_builder) is not lockstep.Lockstep
     return y, calls, error
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: k.__name__)
 def test_side_by_side_leaves_what_one_by_one_does(kernel, monkeypatch):
-    expected, calls, _ = launched(kernel, 1, monkeypatch)
-    assert not calls
+    expected, calls, error = launched(kernel, 1, monkeypatch)
+    assert calls == [0] and not error
     for most in (64, 5):
         y, calls, _ = launched(kernel, most, monkeypatch)
         assert y.equal(expected) and max(calls) == min(most, N), (most, calls)
+        assert (0 in calls) == (kernel in ONE_BY_ONE), "what fails side by side would have these bits, too"
 
 
 def test_what_is_not_taken_back_is_seen(monkeypatch):
@@ -173,7 +178,12 @@ def test_what_is_not_taken_back_is_seen(monkeypatch):
 def test_an_error_is_that_of_one_program(monkeypatch):
     expected, _, said = launched(strays, 1, monkeypatch)
     y, calls, again = launched(strays, 64, monkeypatch)
-    assert calls and y.equal(expected) and all("of the memory of" in text for text in (said, again))
+    assert (
+        max(calls) == N
+        and calls[-1] == 0
+        and y.equal(expected)
+        and all("of the memory of" in text for text in (said, again))
+    )
 
 
 def test_large_tiles_run_fewer_at_once(monkeypatch):

@@ -2,7 +2,6 @@
 
 import inspect
 import threading
-from collections.abc import Iterable
 from contextlib import contextmanager
 from functools import cache, wraps
 
@@ -50,12 +49,8 @@ def _patches() -> list[tuple]:
     inside = {(owner, name): inspect.getattr_static(owner, name) for owner, name, _ in scope._changes}
     scope.restore()
     inside |= {(tl.tensor, "__repr__"): _shown, (tl.tensor, "__str__"): _shown}
-    inside |= {
-        (tl, "range"): _range,
-        (tl.core, "range"): _range,
-        (tl.tensor, "__bool__"): _truth,
-        (tl.tensor, "T"): property(_transposed),
-    }
+    inside |= {(tl, "range"): Semantic.loop, (tl.core, "range"): Semantic.loop}
+    inside |= {(tl.tensor, "__bool__"): _truth, (tl.tensor, "T"): property(lambda t: tl.trans(t))}
     inside[tl.tensor, "__index__"] = lambda t: decided(t, int)
     inside[tl.tensor, "__getitem__"] = index(tl.tensor.__getitem__)
     for name, (compute, names) in OPERATORS.items():
@@ -86,16 +81,8 @@ def _shown(t: tl.tensor) -> str:
     return f"{numbers(handle)} {t.dtype}" if handle.dtype.scalar.is_bf16() else repr(handle.data)
 
 
-def _range(arg1, arg2=None, step=None, **_) -> Iterable:
-    return Semantic.loop(*(arg1, arg2)[: 1 + (arg2 is not None)], step=step)
-
-
 def _truth(t: tl.tensor) -> bool:
     return t.numel.value > 1 or decided(t, bool)
-
-
-def _transposed(t: tl.tensor) -> tl.tensor:
-    return tl.trans(t)
 
 
 @cache

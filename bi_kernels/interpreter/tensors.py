@@ -196,11 +196,11 @@ class Semantic(TritonSemantic):
     """Gives Triton's semantic a short way where the dtypes are equal or an operand is an integer constant."""
 
     @staticmethod
-    def loop(*bounds, step=None):
+    def loop(arg1, arg2=None, step=None, **_):
         """Returns a `range`; of tensors where a bound is one, as compiled. Programs side by side may begin and end
         apart; Parted unless they go round as often."""
-        if step is not None:
-            bounds = (*((0, *bounds) if len(bounds) == 1 else bounds), step)
+        begin, end = (0, arg1) if arg2 is None else (arg1, arg2)
+        bounds = begin, end, 1 if step is None else step
         of = [t.handle for t in bounds if isinstance(t, tl.tensor)]
         if not of:
             return range(*bounds)
@@ -208,12 +208,11 @@ class Semantic(TritonSemantic):
         shape = max(h.data.shape for h in of)
         if shape in ((), (1,)):
             return (_int_constant(i, kind.name) for i in range(*bounds))
-        numbers = [np.int64(t.handle.data if isinstance(t, tl.tensor) else t) for t in bounds]
-        begin, end, by = (*([0, *numbers] if len(numbers) == 1 else numbers), 1)[:3]
-        rounds = np.broadcast_to(np.maximum(0, -(-(end - begin) // by)), shape).reshape(-1)
+        begin, end, step = (np.int64(t.handle.data if isinstance(t, tl.tensor) else t) for t in bounds)
+        rounds = np.broadcast_to(np.maximum(0, -(-(end - begin) // step)), shape).reshape(-1)
         if (rounds != rounds[0]).any():
             raise Parted(rounds)
-        places = (np.atleast_1d(begin + i * by) for i in range(rounds[0]))
+        places = (np.atleast_1d(begin + i * step) for i in range(rounds[0]))
         return (_made(at.astype(numpy_dtype(kind)), kind, kind) for at in places)
 
     def scalar_constant(self, value, dtype):
