@@ -6,10 +6,11 @@ import sys
 import traceback
 
 ROOM = 12 * 2**30  # bytes that a mutant may take on a CPU
+PASSED = "passed "  # how a line begins that names a stage which a mutant has passed
 
 
-def judge(folder: str, asks: list, seeds: list, device: str, patience: int, only: list) -> dict:
-    """Returns the verdict on the package in a folder. asks, patience, only: as `questions.killer` has them."""
+def judge(folder: str, asks: list, seeds: list, device: str, patience: int, only: list, passed: list) -> dict:
+    """Returns the verdict on the package in a folder; the rest is as `questions.killer` has it."""
     sys.path.insert(0, folder)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     if device == "cpu":
@@ -23,7 +24,7 @@ def judge(folder: str, asks: list, seeds: list, device: str, patience: int, only
         from mutation.questions import killer  # noqa: PLC0415
 
         torch.set_num_threads(1)
-        return killer(asks, seeds, device, patience, only)
+        return killer(asks, seeds, device, patience, only, passed)
     except Exception as error:
         said = "".join(traceback.format_exception_only(error)).strip()[:200]
         return {"verdict": "killed", "relation": "raised", "layout": "import", "detail": said, "checks": 0}

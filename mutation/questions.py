@@ -1,5 +1,6 @@
 """What a mutant is asked: the questions of the audits of the ops that it may change, those that kill most first."""
 
+import json
 import signal
 import time
 from collections import deque
@@ -21,6 +22,7 @@ from bi_kernels.audit.registry import OPS
 from bi_kernels.audit.targets.op import CANCELLING, OpUnderTest
 from helpers import attention, attention_edges, elementwise, gemm, vocabulary, without_main_grad
 from mutation import sm_90
+from mutation.judge import PASSED
 from mutation.models import MODELS
 from mutation.reach import ALL, LARGE, SM_90
 
@@ -30,11 +32,20 @@ DRAWN = 8  # cases, as in the audit of drawn cases on the interpreter
 QUICK_USES = "demand", "memory", "population"  # but for modes and what came before, which compile more
 MODEL = "qwen3-8b"  # whose sizes are asked of what is LARGE
 SLOW = {"widths", "captured", "edges", "uneven"}  # of attention's experiments on a GPU: an interpreter asks them
+# sizes that attention, or a variant of it, is asked at on a GPU, in bf16 and in fp32: in fp32 wide heads compile for
+# minutes
+SIZES = {
+    (True, True): ("wide", "narrow", "many", "long"),
+    (True, False): ("wide", "long"),
+    (False, True): ("narrow",),
+    (False, False): (),
+}
 # rows of several blocks, those that fill none, and an odd number of them
 WIDE = {
     "embedding": {"hidden": 2_100, "vocab": 101},
     "layer_norm": {"hidden": 70},
     "qk_norm": {"heads": 3},
+    "rope": {"heads": 3},
     "row_sum": {"mlp": 5_000},
     "softmax": {"vocab": 5_000},
 }
@@ -76,8 +87,9 @@ def _stages(session, s: OpUnderTest, op: str, at: Callable, whole: bool, on_gpu:
     attends, bf16 = bool(OPS[op].cache), session.dtypes[0] == "bf16"
     found: list[Stage] = [("values", lambda: _values(s)), ("layouts", lambda: _quick(s))]
     if attends and on_gpu:  # drawn cases of it compile too much; what `_experiments` asks takes minutes
-        sized = partial(sm_90.attention, s, op, ("wide", *["narrow"] * (op == "attention"), "many", "long"))
-        found += [("sizes", sized), ("uses", lambda: single_call.by_use(s, QUICK_USES))]
+        found.append(("uses", lambda: single_call.by_use(s, QUICK_USES)))
+        if kinds := SIZES[bf16, op == "attention"]:
+            found.append(("sizes", partial(sm_90.attention, s, op, kinds)))
     else:
         found += [("drawn", lambda: _drawn(s)), ("uses", lambda: single_call.by_use(s))]
     if op in WIDE:
@@ -90,7 +102,7 @@ def _stages(session, s: OpUnderTest, op: str, at: Callable, whole: bool, on_gpu:
             found.append(("more", lambda: MORE[op](session)))
         if on_gpu and not attends:
             found.append(("long sequences", lambda: long_sequences.judge(at(MODEL).make()[0])))
-    if on_gpu and bf16:
+    if on_gpu and bf16 and (not attends or op == "attention"):
         found.append(("beyond", lambda: _beyond(at(MODEL).make())))
     return found
 
@@ -241,7 +253,12 @@ MORE: dict[str, Callable] = {
 
 
 def killer(
-    asks: list[tuple[str, str, str]], seeds: Sequence[int], device: str, patience: int, only: Sequence[str] = ()
+    asks: list[tuple[str, str, str]],
+    seeds: Sequence[int],
+    device: str,
+    patience: int,
+    only: Sequence[str] = (),
+    passed: Sequence[list[str]] = (),
 ) -> dict:
     """Judges the mutant that is imported.
 
@@ -250,11 +267,12 @@ def killer(
     answer took at most, `took` those of each stage.
 
     asks: ops, dtypes, and how much is asked; patience: seconds after which a signal ends this process, where no answer
-    comes; 0: never; only: the stages that are asked, or all.
+    comes; 0: never; only: the stages that are asked, or all; passed: [op, dtype, stage] of each that is known to pass
+    with the first seed. Prints what passes besides.
     """
     asks, first, by_seed = list(map(tuple, asks)), {}, {}
     for seed in seeds:
-        found = _killer(asks, device, seed, patience, first, only)
+        found = _killer(asks, device, seed, patience, first, only, [] if first else [*passed])
         signal.alarm(0)
         if found["verdict"] == "survived":
             by = "killed by {relation} {layout} of {op}, {dtype}, with seed".format_map(first) if first else ""
@@ -266,7 +284,13 @@ def killer(
 
 
 def _killer(
-    asks: list[tuple[str, str, str]], device: str, seed: int, patience: int, before: dict, only: Sequence[str]
+    asks: list[tuple[str, str, str]],
+    device: str,
+    seed: int,
+    patience: int,
+    before: dict,
+    only: Sequence[str],
+    passed: Sequence[list[str]],
 ) -> dict:
     """The first stage of each op and dtype is asked, then the second of each: what answers within a second comes before
     what takes minutes. before: what killed with another seed, whose stage comes first."""
@@ -280,7 +304,8 @@ def _killer(
             signal.alarm(patience)
             stage, rows = next(mine, ("", ()))
             began = time.monotonic()
-            for row in rows if not only or stage in only else ():
+            skipped = only and stage not in only or [op, dtype, stage] in passed
+            for row in () if skipped else rows:
                 signal.alarm(patience)
                 now = time.monotonic()
                 count, longest, last = count + 1, max(longest, now - last), now
@@ -293,6 +318,8 @@ def _killer(
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # what the device has to say of an illegal access comes here
             if not killed:
+                if stage and not before:
+                    print(PASSED + json.dumps([op, dtype, stage]), flush=True)
                 continue
         except Exception as error:
             detail = f"{type(error).__name__}: {error}"

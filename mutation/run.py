@@ -20,17 +20,19 @@ import torch
 from bi_kernels.audit import parameters
 from bi_kernels.audit.executor import Died, ForkServer, Process
 from bi_kernels.audit.registry import OPS
+from mutation.judge import PASSED
 from mutation.operators import Mutant
 from mutation.reach import ALL, SM_90, SOME, on_hopper, ops_for, package
 
 PRELOAD = "torch", "triton", "numpy", "numba", "torch.fx.experimental.symbolic_shapes"
 TELL = "command.py", "document.py", "plan.py"  # which judge nothing
 GRACE = 20  # seconds before the end of a run's time, after which no mutant begins
-LEAST = {"cpu": 90, "cuda": 150}  # seconds that a mutant has at least; more where the clean package takes long
+LEAST = {"cpu": 90, "cuda": 300}  # seconds that a mutant has at least, in turns of a GPU; more where the clean one has
 TIMES = 3
 # the first, which shows most reorderings, is asked everything, and attention in both, of which kernels of its own, or
 # several programs, compute the second; fp16 is as bf16
 DTYPE_ORDER = ("fp32", "bf16")
+OPEN = "open"  # the verdict where time ran out
 SEEDS = 0, 1, 2  # what kills by luck of one of them is not caught
 
 
@@ -53,7 +55,7 @@ def asks_of(mutant: Mutant) -> tuple[tuple[str, str, str], ...]:
     ops = sorted(ops_for(mutant.file, mutant.function), key=attends)
     if on_hopper(mutant.file):
         return tuple((op, "bf16", SM_90) for op in ops)
-    depth = lambda op, dtype: ALL if dtype == DTYPE_ORDER[0] or attends(op) else SOME
+    depth = lambda op, dtype: ALL if dtype == DTYPE_ORDER[0] or op == "attention" else SOME
     return tuple((op, dtype, depth(op, dtype)) for dtype in DTYPE_ORDER for op in ops)
 
 
@@ -78,11 +80,14 @@ class Copy:
         seeds: Sequence[int] = SEEDS,
         until: float = math.inf,
         only: Sequence[str] = (),
-    ) -> dict | None:
+        passed: Sequence[list[str]] = (),
+    ) -> dict:
         """Returns the verdict on a mutant, or on the package as it is; limits: seconds for all, and for an answer;
-        only: the stages that are asked, or all. None where there is no verdict at `until`, by time.monotonic()."""
+        only, passed: as `questions.killer` has them. It is OPEN, with what has passed, at `until`, by
+        time.monotonic()."""
+        passed = [*passed]
         if time.monotonic() > until - GRACE:
-            return None
+            return {"verdict": OPEN, "passed": passed}
         path = self.package / mutant.file if mutant else None
         if path:
             text = path.read_text(encoding="utf-8")
@@ -90,16 +95,19 @@ class Copy:
             for compiled in path.parent.glob(f"__pycache__/{path.stem}.*.pyc"):
                 compiled.unlink()
         began, (seconds, patience) = time.monotonic(), limits
-        left = min(seconds, until - began)
+        left, told = min(seconds, until - began), []
         try:
             process = Process(self.server, self.environment)
-            process.begin("mutation.judge:judge", self.folder.name, [*asks], seeds, self.device, patience, [*only])
-            found = process.result(seconds=left)
+            process.begin(
+                "mutation.judge:judge", self.folder.name, [*asks], seeds, self.device, patience, [*only], passed
+            )
+            found = process.result(told.append, left)
         except Died as died:
             if died.status is None:  # the copy is of no more use
                 raise
             if died.late and left < seconds:
-                return None
+                more = [json.loads(line.removeprefix(PASSED)) for line in told if line.startswith(PASSED)]
+                return {"verdict": OPEN, "passed": [*passed, *(stage for stage in more if stage not in passed)]}
             relation, detail = "crashed", f"status {died.status}"
             if died.late:
                 relation, detail = "time", f"more than {seconds} s"
@@ -181,11 +189,13 @@ def judged(
     every other one afterwards, in the stages that killed with it. tell: gets each verdict as it comes, and how many are
     left. Raises ValueError, which names each op that needs a fix before it is broken.
     """
-    own, known = {"made": made_of(), "device": device, "seeds": len(seeds)}, {}
+    own, known, passed = {"made": made_of(), "device": device, "seeds": len(seeds)}, {}, {}
     key = lambda found: found.get("id") or _asked_of_clean(found)
     for line in kept.read_text(encoding="utf-8").splitlines() if kept.exists() else ():
         found = json.loads(line)
-        if own.items() <= found.items():
+        if own.items() <= found.items() and found["verdict"] == OPEN:
+            passed[found["id"]] = found["passed"]
+        elif own.items() <= found.items():
             known[key(found)] = found
     with ThreadPoolExecutor(jobs) as pool, copies(jobs, device) as call, kept.open("a", encoding="utf-8") as file:
 
@@ -201,7 +211,8 @@ def judged(
                     yield running.pop(task), task.result()
 
         def keep(found: dict) -> None:
-            known[key(found)] = found
+            if found["verdict"] != OPEN:
+                known[key(found)] = found
             file.write(json.dumps(found) + "\n")
             file.flush()
 
@@ -214,14 +225,16 @@ def judged(
             unbroken = {of for of in tasks if not isinstance(of, Mutant)}
             for of, found in every(tasks):
                 if isinstance(of, Mutant):
-                    if found:
+                    if found["verdict"] != OPEN:
                         keep(own | {"id": of.id} | said(of) | found)
                         tell(found, left := left - 1)
+                    elif len(found["passed"]) > len(passed.get(of.id, ())):
+                        keep(own | {"id": of.id} | found)
                     continue
                 unbroken.discard(of)
-                if found and found["verdict"] == "survived":
+                if found["verdict"] == "survived":
                     keep(own | found | dict(zip(("op", "dtype", "depth", "seed", "only"), of)))
-                elif found:
+                elif found["verdict"] != OPEN:
                     wrong.append(f"{of[0]} in {found['relation']} {found['layout']} ({found['detail']})")
                 if wrong and not unbroken:
                     raise ValueError(f"before anything is broken, these need a fix: {'; '.join(dict.fromkeys(wrong))}")
@@ -240,7 +253,7 @@ def judged(
                 for m in [m for m, asks in todo.items() if all(of in known for of in clean(asks))]:
                     asks = todo.pop(m)
                     most = limits([known[of] for of in clean(asks)], asks, LEAST[device], len(seeds))
-                    found[m] = (m, asks, most, seeds, until)
+                    found[m] = (m, asks, most, seeds, until, (), passed.get(m.id, ()))
                 return found
 
             judge(of_unbroken(clean(kinds)) | ready(), ready)  # attention first

@@ -27,7 +27,7 @@ from bi_kernels.ops.gemm.hopper_cublaslt import launch as launch_library
 from bi_kernels.ops.gemm.kernel import launch
 from helpers import attention_edges, attention_on_gpu
 from helpers.attention_generation import against_one_call
-from helpers.gemm import FIXED
+from helpers.gemm import FIXED, library_expected
 
 # lengths of samples, each from the first to the last; all sizes of a kind make programs enough for prefill by copies
 RAGGED = (1, 1), (2, 63), (64, 64), (65, 200), (128, 128), (200, 400), (600, 900)
@@ -171,8 +171,14 @@ def _against_triton(s: OpUnderTest, detail: str, x, w, bias, told: dict, compute
 
 def by_library(s: OpUnderTest) -> Iterator[Row]:
     """Yields the rows of cuBLASLt's products of any size against Triton's; one whose products vanish, and one of one
-    row, among them."""
-    p, rng = s.problem, np.random.default_rng([s.problem.seed, LIBRARYS])
+    row, among them; and one that needs a fix where it serves none of them."""
+    p, rng, served = s.problem, np.random.default_rng([s.problem.seed, LIBRARYS]), []
+
+    def computed(*of, **told):
+        y = launch_library(*of, **told)
+        served.append(y is not None)
+        return y
+
     for number in range(LIBRARYS):
         m, n, k = (int(np.exp(rng.uniform(0, np.log(top)))) for top in TOP)
         m, n, k = {1: ONE_ROW, 2: MANY_COLUMNS}.get(number, (m, n, k))
@@ -184,4 +190,6 @@ def by_library(s: OpUnderTest) -> Iterator[Row]:
             x, w = -torch.full_like(x, 2.0**-100), torch.full_like(w, 2.0**-100)
             bias = None
         x, w = turned(x) if x_t else x, turned(w) if w_t else w
-        yield from _against_triton(s, f"{m}×{n}×{k} by {LIBRARY}", x, w, bias, told, launch_library)
+        yield from _against_triton(s, f"{m}×{n}×{k} by {LIBRARY}", x, w, bias, told, computed)
+    if library_expected(p.device) and not any(served):
+        yield s.row("invariance", "tiles", against="Triton's kernel", detail=f"{LIBRARY} serves no product")

@@ -28,6 +28,7 @@ from bi_kernels.ops.gemm.gemm import FEW_ROWS
 from bi_kernels.ops.gemm.kernel import launch
 from bi_kernels.tokens import TokenLayout
 from mutation import document, models, operators, plan, questions, run, sm_90
+from mutation.judge import PASSED
 from mutation.reach import ALL, LARGE, SM_90, SOME, on_hopper, ops_for, package, sources
 from mutation.run import SEEDS, Copy, copies, judged
 
@@ -262,6 +263,10 @@ def test_attention_is_asked_at_sizes_of_its_own_and_products_are_held_to_tritons
         for rows in (sm_90.by_ring(subject), sm_90.by_library(subject)):
             assert verdict in {r.verdict for r in rows} <= {"pass", verdict}
 
+    monkeypatch.setattr(sm_90, "library_expected", lambda device: True)
+    for found, unserved in ((right, []), (lambda *of, **told: None, ["cuBLASLt serves no product"])):
+        assert [r.detail for r in sm_90.by_library(subject) if r.verdict == "needs-fix"] == unserved
+
 
 @pytest.mark.slow
 def test_functions_of_the_mode_and_classes_of_the_adapter_pass_and_are_caught(monkeypatch):
@@ -397,7 +402,7 @@ def test_a_models_sizes_are_asked_in_layouts_splits_and_views(monkeypatch):
     assert "needs-fix" in {r.verdict for r in found}
 
 
-def test_every_op_is_asked_beyond_32_bits_and_of_long_sequences_on_a_gpu(monkeypatch):
+def test_every_op_but_variants_of_attention_is_asked_beyond_32_bits_on_a_gpu(monkeypatch):
     for stage in ("_values", "_quick", "_drawn", "_large", "_rest"):
         monkeypatch.setattr(questions, stage, lambda *_: iter(()))
     monkeypatch.setattr(questions.single_call, "by_use", lambda s, only=(): iter(()))
@@ -412,11 +417,11 @@ def test_every_op_is_asked_beyond_32_bits_and_of_long_sequences_on_a_gpu(monkeyp
     on = lambda device, op: [
         row
         for dtype in run.DTYPE_ORDER
-        for row in questions.asked(op, dtype, device, ALL if dtype == run.DTYPE_ORDER[0] or OPS[op].cache else SOME)
+        for row in questions.asked(op, dtype, device, ALL if dtype == run.DTYPE_ORDER[0] or op == "attention" else SOME)
     ]
     for op in OPS:
-        long = {"sizes"} if OPS[op].cache else {"a long sequence"}
-        assert {*on("cuda", op)} == {op} | long | ({"heads apart"} if op == "attention" else set())
+        long = {"sizes"} if OPS[op].cache else {op, "a long sequence"}
+        assert {*on("cuda", op)} == long | ({op, "heads apart"} if op == "attention" else set())
         assert not on("cpu", op)
 
 
@@ -485,6 +490,16 @@ def test_a_mutant_counts_as_killed_where_every_seed_kills_it(lucky, verdict, mon
     assert alone == {seed: "killed" if seed in lucky else "survived" for seed in SEEDS}
 
 
+def test_what_a_mutant_has_passed_is_told_and_not_asked_again(monkeypatch, capsys):
+    row = SimpleNamespace(verdict="pass")
+    monkeypatch.setattr(questions, "stages", lambda *_: iter([("values", [row]), ("rest", [row, row])]))
+    passed = lambda: [json.loads(line.removeprefix(PASSED)) for line in capsys.readouterr().out.splitlines()]
+    values, rest = ["silu", "fp32", "values"], ["silu", "fp32", "rest"]
+    for known, checks in (((), 3), ([values], 2), ([values, rest], 0)):
+        assert questions.killer([SILU], [0], "cpu", 0, (), known)["checks"] == checks
+        assert passed() == [values, rest]
+
+
 NOTEBOOKS = "IPython", "papermill", "nbformat", "nbclient", "nbconvert", "ipykernel", "junitparser", "elftools"
 
 
@@ -547,13 +562,15 @@ def test_an_entry_that_no_mutant_answers_to_is_one_line(tmp_path):
 
 
 def test_what_was_judged_of_these_sources_is_not_judged_again(every, tmp_path, monkeypatch):
-    def judge(self, mutant, asks, limits, seeds=SEEDS, until=math.inf, only=()):
+    def judge(self, mutant, asks, limits, seeds=SEEDS, until=math.inf, only=(), passed=()):
         if until < 0:
-            return None
+            return {"verdict": "open", "passed": [*passed, ["silu", "fp32", "values"]]}
+        resumed.append(passed)
         asked.append((mutant.id if mutant else "", tuple(asks), tuple(seeds), tuple(only)))
         by = {str(seed): [*asks[0], "layouts"] for seed in seeds}
         return {"verdict": "killed" if mutant else "survived", "checks": 1, "seconds": 0.1, "op": asks[0][0], "by": by}
 
+    resumed: list = []
     monkeypatch.setattr(Copy, "__init__", lambda self, *of: None)
     monkeypatch.setattr(Copy, "judge", judge)
     one, two = [m for m in every if ops_for(m.file, m.function) == ["silu"]][:2]
@@ -572,8 +589,9 @@ def test_what_was_judged_of_these_sources_is_not_judged_again(every, tmp_path, m
     asked = []
     ended, missing = judged([one, two], "cpu", 2, tmp_path / "kept", lambda found, left: None, until=-1)
     assert [f["id"] for f in ended] == [one.id] and missing == 1 and not asked, "what has no time is left out"
+    resumed.clear()
     judged([one, two], "cpu", 2, tmp_path / "kept", lambda found, left: None)
-    assert [a[0] for a in asked] == [two.id]
+    assert [a[0] for a in asked] == [two.id] and resumed == [[["silu", "fp32", "values"]]], "and goes on where it was"
 
 
 SILU = "silu", "fp32", ALL
@@ -597,13 +615,17 @@ def test_what_judges_a_mutant_ends_with_its_server(tmp_path):
 
 @pytest.mark.slow
 def test_a_mutant_that_hangs_or_ends_its_process_is_killed():
+    later = "\n\n_silu, _calls = silu, []\n\n\ndef silu(x):\n    _calls.append(1)\n"
+    later += "    while len(_calls) > 40:\n        pass\n    return _silu(x)\n"
     hanging = "\n\ndef silu(x):\n    while True:\n        pass\n"
     with copies(1, "cpu") as call:
         judge = lambda *of: call(Copy.judge, *of)
         hangs = judge(body("\nwhile True:\n    pass\n"), [SILU], (20, 20))
         silent = judge(body(hanging), [SILU], (120, 5))
+        cut = judge(body(later), [SILU], (600, 600), [0], time.monotonic() + 45)
         ends = judge(body("\nimport os\nos.abort()\n"), [SILU], (60, 60))
         fine = judge(None, [("add", "fp32", ALL)], (600, 100), [0])
     assert (hangs["relation"], ends["relation"], fine["verdict"]) == ("time", "crashed", "survived")
+    assert cut["verdict"] == "open" and cut["passed"][0] == ["silu", "fp32", "values"]
     assert (silent["relation"], silent["detail"]) == ("time", "an answer took more than 5 s")
     assert 0 < fine["longest"] <= fine["seconds"]

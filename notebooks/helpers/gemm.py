@@ -1,5 +1,6 @@
 """The experiments of the GEMM audit."""
 
+import ctypes
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -20,7 +21,7 @@ from bi_kernels.checks import is_hopper
 from bi_kernels.contract import CONTRACT, DTYPES, SWEEP, linears
 from bi_kernels.ops.gemm.cost import RINGS, PipelineConfig, Tile
 from bi_kernels.ops.gemm.gemm import cheapest
-from bi_kernels.ops.gemm.hopper_cublaslt import LIBRARY, serves, waves
+from bi_kernels.ops.gemm.hopper_cublaslt import LIBRARY, OFF, VERSIONS, serves, waves
 from bi_kernels.ops.gemm.hopper_cublaslt import launch as launch_library
 from bi_kernels.ops.gemm.kernel import FP32_TILE, launch
 from bi_kernels.ops.gemm.kernel import tiles as every_tile
@@ -98,6 +99,15 @@ def _ways(dtype: str, device: torch.device) -> dict[str, Callable]:
         rings = dict.fromkeys(ring for use in RINGS for ring in RINGS[use])
         ways = {_name(r): lambda x, w, bias, ring=r: _by_ring(x, w, bias, ring) for r in rings} | ways
     return ({LIBRARY: launch_library} if serves(device) and dtype != "fp32" else {}) | ways
+
+
+def library_expected(device: torch.device) -> bool:
+    """Tells whether PyTorch's cuBLASLt is of a version whose programs are to serve, asked apart from what serves."""
+    if OFF or not is_hopper(device):
+        return False
+    library = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
+    library.cublasLtGetVersion.restype = ctypes.c_size_t
+    return library.cublasLtGetVersion() in VERSIONS
 
 
 def _by_ring(x: Tensor, w: Tensor, bias: Tensor | None, ring: PipelineConfig) -> Tensor | None:
@@ -273,6 +283,8 @@ def missing(session) -> list[Row]:
         every = product(_tile_rows(session), _ways(dtype, session.device)) if case == "o" else ()
         served = lambda m: _served(m, *shape, DTYPES[dtype], session.device)
         required = [("tiles", m, way) for m, way in every if way != LIBRARY or served(m)]
+        if case == "o" and dtype != "fp32" and _larger(session) and library_expected(session.device):
+            required.append(("tiles", max(_tile_rows(session)), LIBRARY))
         for layout in ("cuda_graph", "torch.compile") if session.on_gpu else ():
             taken = lambda m: _taken(m, *shape, DTYPES[dtype], session.device)
             required += [(layout, m, taken(m)) for m in contract.rows(s.largest)]

@@ -39,8 +39,7 @@ def _fits_torch(x: Tensor, w: Tensor) -> bool:
     """Tells whether torch's program takes a product, and is one that may have our bits."""
     if x.dtype != torch.bfloat16 or OFF or not is_hopper(x.device) or is_recorded() or x.stride(1) != 1:
         return False
-    inner = w.stride(2) if w.stride(1) == 1 else w.stride(1)
-    unit = (x.stride(0) | w.stride(0) | inner) % 8 == 0 and (x.data_ptr() | w.data_ptr()) % 16 == 0
+    unit = (x.stride(0) | w.stride(0) | max(w.stride()[1:])) % 8 == 0 and (x.data_ptr() | w.data_ptr()) % 16 == 0
     return unit and 1 in w.stride()[1:] and w.shape[1] % 8 == 0 and hasattr(torch, "_grouped_mm")
 
 

@@ -118,9 +118,7 @@ def stacked(w: Tensor, block: int) -> tuple[Tensor, bool]:
     experts, N, K = w.shape
     if w.stride(2) != 1 and w.stride(1) == 1 and K % block == 0 and w.stride(0) == K * w.stride(2):
         return tma_ready(w.mT.flatten(0, 1)), True
-    if w.stride(2) != 1 or w.stride(0) != N * w.stride(1):
-        w = w.contiguous()
-    return tma_ready(w.flatten(0, 1)), False
+    return tma_ready((w if w.stride(2) == 1 else w.contiguous()).flatten(0, 1)), False
 
 
 @cached
@@ -128,9 +126,8 @@ def _launch_for(rows: int, sizes: tuple[int, int, int], tile: Tile, transposed: 
     experts, N, K = sizes
     grid = (rows // tile.m + min(experts, rows)) * triton.cdiv(N, tile.n)
     blocks = {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "BLOCK_K": tile.k, "GROUP_M": tile.group, "SWAP": tile.swap}
-    how = {"EXPERTS": triton.next_power_of_2(experts), "W_T": transposed}
-    how |= {"num_warps": tile.warps, "num_stages": tile.stages}
-    return Launch(_grouped_kernel, device.index, (grid,), rows, N, K, experts, **blocks, **how)
+    how = {"EXPERTS": triton.next_power_of_2(experts), "W_T": transposed, "num_stages": tile.stages}
+    return Launch(_grouped_kernel, device.index, (grid,), rows, N, K, experts, **blocks, **how, num_warps=tile.warps)
 
 
 def launch(x: Tensor, w: Tensor, bias: Tensor | None, ends: Tensor, tile: Tile | None = None) -> Tensor:

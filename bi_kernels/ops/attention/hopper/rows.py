@@ -91,7 +91,7 @@ def weights(p, dtype: gl.constexpr, D: gl.constexpr):
     if p.dtype == gl.int32:
         ROWS: gl.constexpr = p.shape[0]
         BLOCK: gl.constexpr = 2 * p.shape[1]
-        both = gl.join((p & 0xFFFF).to(gl.int16), (p >> 16).to(gl.int16)).reshape([ROWS, BLOCK])
+        both = gl.join(p.to(gl.int16), (p >> 16).to(gl.int16)).reshape([ROWS, BLOCK])
         rounded = both.to(dtype, bitcast=True)
     else:
         rounded = p.to(dtype)
