@@ -48,6 +48,7 @@ def of_goals(found: Sequence[dict]) -> list[dict]:
             "reached": UNKNOWN if f["reached"] is None else number(f["reached"]),
             "measurements": f["count"],
             "the worst of them": f["worst"] or UNKNOWN,
+            "why": f["goal"]["why"],
         }
         for f in found
     ]

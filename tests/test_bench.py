@@ -197,7 +197,7 @@ def test_ours_and_the_peers_compute_the_same(monkeypatch):
 # Goals
 
 
-GOAL = {"what": "w", "of": {"group": "gemm"}, "value": "ratio"}
+GOAL = {"what": "w", "of": {"group": "gemm"}, "value": "ratio", "why": "a reason"}
 
 
 @pytest.mark.parametrize(
@@ -222,6 +222,7 @@ def test_a_goal_is_met_missed_or_not_known(goal, values, reached, met):
     assert found["met"] is met and found["reached"] == reached
     (line,) = tables.of_goals([found])
     assert line[""] == {True: "✔", False: "✘", None: "–"}[met] and line["measurements"] == len(values)
+    assert line["why"] == "a reason"
     if values:
         worst = min(values) if "least" in goal else max(values)
         assert line["the worst of them"] == f"linear, case {worst}, M 1"

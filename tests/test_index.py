@@ -20,7 +20,7 @@ from PIL import Image
 from bi_kernels.audit import kernels
 from bi_kernels.audit.axes import Kind
 from bi_kernels.audit.findings import NEEDS_FIX, PACKED, PASS, UNSUPPORTED, Row, read_rows, verdict_of
-from bi_kernels.audit.index import page, report
+from bi_kernels.audit.index import goals, page, report
 from bi_kernels.audit.index.matrix import RELATION, cells
 from bi_kernels.audit.index.picture import ALL, NOT_JUDGED, REFUSED, SOME, WRONG, draw
 from bi_kernels.audit.options import LEVELS
@@ -89,6 +89,31 @@ def test_a_dtype_that_is_refused_as_the_contract_says_was_judged(tmp_path):
     assert "float8_e5m2" in said and "✅" in said
 
 
+def test_goals_are_told_as_sizes_gains_and_losses_alike():
+    def goal(what, kind, reached, met, **bar):
+        return {"what": what, "goal": {"value": kind} | bar, "reached": reached, "met": met}
+
+    found = [
+        goal("norms", "ratio", 1.25, True, least=1.0),
+        goal("decode", "times", 3.62, False, most=1.15),
+        goal("a step", "times", 0.8, True, most=1.0),
+        goal("head", "TFLOP/s", 600.0, False, least=640),
+        goal("dW", "ratio", 0.7, False, least=0.75),
+        goal("dX", "ratio", 0.9, False, least=0.97),
+        goal("four GPUs", "times", None, None, most=1.3),
+    ]
+    assert goals.summary(found) == (
+        "Fastest beside its peer: norms, 1.250 of the peer's speed; a step, 0.800 times the peer's time. "
+        "Farthest from its goal: decode, 3.620 times the peer's time (goal ≤ 1.15); dX, 0.900 of the peer's speed "
+        "(goal ≥ 0.97); dW, 0.700 of the peer's speed (goal ≥ 0.75); and 1 more. "
+        "✘ 2 of 6 goals met, 1 not measured in this run."
+    )
+    assert goals.summary(found[:1]) == (
+        "Fastest beside its peer: norms, 1.250 of the peer's speed. ✔ 1 of 1 goals met."
+    )
+    assert goals.summary([]) == "" and goals.summary(found[-1:]).startswith("None of 1 goals was measured")
+
+
 def test_goals_that_are_missed_have_no_tick_and_hide_no_verdict(tmp_path):
     place = document(tmp_path / "gpu" / "bench")
     (place / "goals.json").write_text(json.dumps([{"met": True}, {"met": False}]))
@@ -98,7 +123,7 @@ def test_goals_that_are_missed_have_no_tick_and_hide_no_verdict(tmp_path):
         return line(page.report(tmp_path)["README.md"], "bench")
 
     time, bits = said(replace(ROW, relation="timing"), CONTROL), said(ROW, CONTROL)
-    assert "✔ 1 of 2 goals" in time and "✅" not in time and "✔ 1 of 2 goals" in bits and "✅" in bits
+    assert "✘ 1 of 2 goals" in time and "✅" not in time and "✘ 1 of 2 goals" in bits and "✅" in bits
     assert "❌" in said(replace(ROW, verdict=NEEDS_FIX)) and "goals" not in said(replace(ROW, verdict=NEEDS_FIX))
 
 
@@ -359,7 +384,7 @@ def test_a_committed_report_shows_its_figures_and_counts_its_evidence(place):
     text, rows = (place / "README.md").read_text(encoding="utf-8"), pandas.read_json(place / PACKED)
     assert {path.name for path in place.glob("*.png")} == {*re.findall(r"\]\((\w+\.png)\)", text)}
     found = read_rows(place)
-    assert report.promised(place) in text and report.counted(found) in text and report.finding(place, found) in text
+    assert report.promised(place) in text and report.counted(found) in text
     assert [*rows["verdict"]] == [r["verdict"] for r in found] and not (place / report.NOTEBOOK).exists()
 
 

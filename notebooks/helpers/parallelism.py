@@ -101,7 +101,8 @@ def goals_met(session) -> list[dict]:
         if most:
             left.discard((cost["what"], RANKS[cost["world"]]))
             what = f"{cost['what']}, {RANKS[cost['world']]} ranks: {cost['case']}"
-            found.append({"what": what, "met": times <= most})
+            goal = {"value": "times", "most": most}
+            found.append({"what": what, "goal": goal, "reached": times, "met": times <= most})
     return found + [{"what": f"{what}, {ranks} ranks", "met": None} for what, ranks in sorted(left)]
 
 

@@ -1,4 +1,4 @@
-"""Says in a sentence how many of a report's goals are met."""
+"""Says in a sentence how a report's measurements compare with their goals: as sizes, gains and losses alike."""
 
 import json
 from collections.abc import Sequence
@@ -6,6 +6,8 @@ from pathlib import Path
 
 FILE = "goals.json"
 MET, MISSED = "✔", "✘"
+UNITS = {"ratio": " of the peer's speed", "times": " times the peer's time"}
+NAMED = 3  # gains, and losses, that a sentence has room for
 
 
 def number(value: float) -> str:
@@ -15,27 +17,51 @@ def number(value: float) -> str:
 
 def bar(goal: dict) -> str:
     sign, value = ("≥", goal["least"]) if "least" in goal else ("≤", goal["most"])
-    return f"{sign} {value:g}" + (f" (aim {goal['aim']:g})" if "aim" in goal else "")
+    return f"{sign} {value:g}"
 
 
-def read_summary(folder: Path) -> str:
-    """Returns the summary of a report's goals, '' where it has none."""
+def read(folder: Path) -> list[dict]:
+    """Returns a report's goals, as `evaluate` made them; none where it has no file of them."""
     path = folder / FILE
-    return summary(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else ""
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+
+
+def counted(found: Sequence[dict]) -> str:
+    """Says how many goals are met, '' without goals."""
+    judged = [f for f in found if f["met"] is not None]
+    return f"{sum(f['met'] for f in judged)} of {len(judged)} goals met" if found else ""
 
 
 def summary(found: Sequence[dict]) -> str:
-    """Says how many goals are met, how many are not, and how many are not known."""
-    met, missed, unknown = ([f for f in found if f["met"] is word] for word in (True, False, None))
-    if len(unknown) == len(found):
-        return f"None of {len(found)} goals was measured: that needs a CUDA GPU, and shapes that are not tiny."
-    said = f"{MET} {len(met)} of {len(found)} goals met"
-    said += f", {MISSED} {len(missed)} missed" if missed else ", none missed"
-    said += f", {len(unknown)} not measured in this run." if unknown else "."
-    if far := max((f for f in missed if f.get("reached")), key=_times_missed, default=None):
-        goal = bar(far["goal"]).partition(" (")[0]  # without what is aimed at
-        said += f" Farthest from its goal: {far['what']}, {number(far['reached'])} (goal {goal})."
-    return said
+    """Says what is fastest beside its peer, what is farthest from its goal, both as sizes, and how many goals are met;
+    '' without goals."""
+    unknown = sum(f["met"] is None for f in found)
+    if unknown == len(found):
+        none = f"None of {unknown} goals was measured: that needs a CUDA GPU, and shapes that are not tiny."
+        return none if found else ""
+    known = [f for f in found if f.get("reached")]
+    ahead = [f for f in known if _gain(f) > 1]
+    missed = [f for f in known if not f["met"]]
+    of_goal = lambda f: f"{_size(f)} (goal {bar(f['goal'])})"
+    said = _named("Fastest beside its peer", sorted(ahead, key=_gain, reverse=True), _size)
+    said += _named("Farthest from its goal", sorted(missed, key=_times_missed, reverse=True), of_goal)
+    said += f"{MISSED if any(f['met'] is False for f in found) else MET} {counted(found)}"
+    return said + (f", {unknown} not measured in this run." if unknown else ".")
+
+
+def _named(head: str, found: Sequence[dict], text) -> str:
+    more = f"; and {len(found) - NAMED} more" if len(found) > NAMED else ""
+    return f"{head}: {'; '.join(map(text, found[:NAMED]))}{more}. " if found else ""
+
+
+def _size(measured: dict) -> str:
+    return f"{measured['what']}, {number(measured['reached'])}{UNITS.get(measured['goal'].get('value'), '')}"
+
+
+def _gain(measured: dict) -> float:
+    """Returns by which factor we are faster than a peer; 0 of what has none."""
+    kind, reached = measured["goal"].get("value"), measured["reached"]
+    return reached if kind == "ratio" else 1 / reached if kind == "times" else 0.0
 
 
 def _times_missed(missed: dict) -> float:

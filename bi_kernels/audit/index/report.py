@@ -91,7 +91,7 @@ def others(folder: Path) -> str:
 def finding(folder: Path, rows: list[dict]) -> str:
     """Returns what a report says of its rows and goals, in Markdown. Goals are left out where a row needs a fix;
     a report that compares no bits has only goals."""
-    met = "" if needs_fix(rows) else goals.read_summary(folder)
+    met = "" if needs_fix(rows) else goals.summary(goals.read(folder))
     said = f"{escape.text(headline(rows))}." if compares_bits(rows) or not met else ""
     said = f"This package's kernels: {said}" if said and (folder / FINDING).is_file() else _begun(said)
     return " ".join(filter(None, (said, met)))
@@ -122,8 +122,7 @@ def title(folder: Path, rows: list[dict]) -> str:
         return "time was up" if late(rows) else "nothing could be judged"
     if compares_bits(rows):
         return "every bit agrees"
-    met = goals.read_summary(folder).partition(".")[0].partition(",")[0]
-    return met.lstrip(f"{goals.MET} ") or "every check passes"
+    return goals.counted(goals.read(folder)) or "every check passes"
 
 
 def page(body: str, folder: Path, rows: list[dict], place: Path | None = None) -> str:

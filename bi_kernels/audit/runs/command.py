@@ -1,7 +1,6 @@
 """`bi-audit run`: audits and their reports, and what is written and printed of them."""
 
 import contextlib
-import json
 import os
 import sys
 from dataclasses import asdict
@@ -79,8 +78,8 @@ def run(given) -> None:
     for warning in warnings or ():
         warn(warning)
     print(f"{report.counted(rows)}; reports in {out}")
-    if "bench" in names and (file := out / "bench" / goals.FILE).is_file():
-        print(goals.summary(json.loads(file.read_text(encoding="utf-8"))))
+    if "bench" in names and (said := goals.summary(goals.read(out / "bench"))):
+        print(said)
     sys.exit(ci.fails(rows, warnings or [], given.fail_on))
 
 
