@@ -32,7 +32,7 @@ from bi_kernels.launch import jit
 from bi_kernels.scalars import check_flag, integer_of, truncated_repr
 
 SLAB = 16  # tokens that the tensor core adds in one step; a fold may be cut between slabs and nowhere else
-ELEMENTS, WARPS = 8192 if compat.INTERPRETED else 1024, 4  # that one program copies
+ELEMENTS, WARPS = 1024, 4  # that one program copies
 OP, X = "TokenLayout", {"embedding": "ids", "lm_head_logprob": "hidden", "matmul": "a"}  # whose tokens are not x
 # the layouts that are entered in a thread or task, each with the number of the backward around it, or -1
 _entered: ContextVar[tuple[tuple["TokenLayout", int], ...]] = ContextVar("token layouts", default=())

@@ -23,7 +23,8 @@ from bi_kernels.contract import CONTRACT
 from bi_kernels.ops.gemm import gemm
 from bi_kernels.ops.gemm import hopper_cublaslt as cublaslt
 from bi_kernels.ops.gemm.cost import Tile
-from bi_kernels.ops.gemm.gemm import FP32_ROWS, cheapest
+from bi_kernels.ops.gemm.gemm import cheapest
+from bi_kernels.ops.gemm.kernel import FP32_TILE
 
 SCRIPT, SERVED = (Path(__file__).with_name(name) for name in ("compiled_launches.py", "served_variants.py"))
 
@@ -71,7 +72,7 @@ def test_no_library_and_no_gpu_serve_nothing(monkeypatch):
     sizes, dtypes, cpu = (32, 8, 16), (torch.bfloat16,) * 2, torch.device("cpu")
     assert cublaslt.waves(sizes, ((16, 1),) * 2, dtypes, cpu) is None
     assert isinstance(cheapest(sizes, ((16, 1),) * 2, False, dtypes, cpu)[0], Tile)
-    assert cheapest(sizes, ((16, 1),) * 2, False, (torch.float32,) * 2, cpu) == (FP32_ROWS, 0)
+    assert cheapest(sizes, ((16, 1),) * 2, False, (torch.float32,) * 2, cpu) == (FP32_TILE, 0)
 
 
 @pytest.mark.parametrize("m, n", [(4096, 1000), (1000, 4096), (4096, 4096)])

@@ -10,12 +10,11 @@ import triton.language as tl
 from torch import Tensor
 
 from bi_kernels.checks import check_alike
-from bi_kernels.compat import INTERPRETED
 from bi_kernels.launch import Launch, cached, jit
 from bi_kernels.op import Op, writes
 from bi_kernels.scalars import check_flag, check_fp32, check_number, check_positive, truncated_repr
 
-BLOCK, WARPS = 8192 if INTERPRETED else 1024, 4  # as of the other elementwise ops
+BLOCK, WARPS = 1024, 4  # as of the other elementwise ops
 
 
 @triton.jit

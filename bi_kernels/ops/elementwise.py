@@ -11,7 +11,6 @@ import triton.language as tl
 from torch import Tensor
 
 from bi_kernels.checks import check, check_alike, check_shape
-from bi_kernels.compat import INTERPRETED
 from bi_kernels.contract import DTYPES
 from bi_kernels.launch import Launch, cached, jit
 from bi_kernels.op import Op
@@ -19,7 +18,7 @@ from bi_kernels.ops.gemm.gemm import fold_bias
 from bi_kernels.scalars import check_number, truncated_repr
 from bi_kernels.tokens import training_arguments
 
-BLOCK, WARPS = 8192 if INTERPRETED else 1024, 4  # eight elements a thread: one 16-byte access in bf16
+BLOCK, WARPS = 1024, 4  # eight elements a thread: one 16-byte access in bf16
 
 
 @jit

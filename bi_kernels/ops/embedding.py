@@ -11,14 +11,13 @@ import triton.language as tl
 from torch import Tensor
 
 from bi_kernels.checks import check, integers, mark_validated, needs_validation, once, widened
-from bi_kernels.compat import INTERPRETED
 from bi_kernels.launch import Launch, cached, jit
 from bi_kernels.op import Op, writes
 from bi_kernels.ops.fold import add_rows
 from bi_kernels.scalars import check_integer, truncated_repr
 from bi_kernels.tokens import gradient_of, layout_of, training_arguments
 
-ELEMENTS, WARPS = 16384 if INTERPRETED else 2048, 4  # that one program copies
+ELEMENTS, WARPS = 2048, 4  # that one program copies
 MANY = 256
 FEW = 4096  # ids that are copied to the host to be checked
 LIGHT = {"BLOCK": 2048, "TOKENS": 4, "STAGES": 1, "num_warps": 4}

@@ -3,13 +3,11 @@
 import triton
 import triton.language as tl
 
-from bi_kernels.compat import INTERPRETED
 from bi_kernels.launch import jit
 
 # a program's columns and the slabs of a round; narrow, since the additions of a column wait for each other and their
 # latency is all that counts: the slabs are transposed on the way from shared memory to the registers
-FOLD = {"BLOCK": 256, "SLABS": 4} if INTERPRETED else {"BLOCK": 16, "SLABS": 32}
-FOLD |= {"STAGES": 8, "num_warps": 1}
+FOLD = {"BLOCK": 16, "SLABS": 32, "STAGES": 8, "num_warps": 1}
 
 
 @triton.jit

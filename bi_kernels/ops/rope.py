@@ -15,13 +15,12 @@ import triton.language as tl
 from torch import Tensor
 
 from bi_kernels.checks import can_wait, check, check_numbers, integers, once, widened
-from bi_kernels.compat import INTERPRETED
 from bi_kernels.launch import Launch, cached, jit
 from bi_kernels.op import Op
 from bi_kernels.ops.rope_scaling import frequencies
 from bi_kernels.scalars import check_flag, check_number, integer_of, truncated_repr
 
-BLOCK_R, WARPS = 128 if INTERPRETED else 16, 4
+BLOCK_R, WARPS = 16, 4
 
 
 class RopeTable(NamedTuple):

@@ -9,11 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bi_kernels.compat import INTERPRETED
 from bi_kernels.launch import jit
 
 BLOCK, WARPS = 4096, 4  # of the vocabulary
-ELEMENTS = 32768 if INTERPRETED else BLOCK  # of a program: several rows of a small vocabulary
 MERGE_ROWS = 32
 
 
@@ -132,7 +130,7 @@ def _dlogits_kernel(
 def blocks_of(vocab: int) -> dict[str, int]:
     """Fixed for a vocabulary: blocks of BLOCK, or one of a small vocabulary and several rows a program."""
     block = min(BLOCK, triton.next_power_of_2(vocab))
-    return {"ROWS": ELEMENTS // block, "BLOCK": block, "num_warps": WARPS, "enable_fp_fusion": False}
+    return {"ROWS": BLOCK // block, "BLOCK": block, "num_warps": WARPS, "enable_fp_fusion": False}
 
 
 def grid_of(rows: int, columns: int, blocks: dict[str, int]) -> tuple[int, int]:

@@ -26,8 +26,7 @@ from bi_kernels.ops.gemm.launch_cache import cached_launch, remember_view
 from bi_kernels.tokens import consume_zero_flag, gradient_of, layout_of, training_arguments, warn_unlaid_micro_batch
 
 # of the interpreter, where a program costs more than what it computes
-FEW_ROWS, MANY_ROWS = Tile(64, 128, 64, 4, 4), Tile(256, 128, 64, 8, 3)
-FP32_ROWS = FP32_TILE._replace(m=128, n=128)
+FEW_ROWS, MANY_ROWS = Tile(64, 64, 64, 4, 4), Tile(128, 64, 64, 4, 8)
 
 
 @cached
@@ -43,7 +42,7 @@ def cheapest(
     cannot be asked now."""
     (M, N, K), transposed = sizes, (strides[0][1] != 1, strides[1][1] != 1)
     if dtypes[0] == torch.float32:
-        return (FP32_TILE if device.type == "cuda" else FP32_ROWS), 0
+        return FP32_TILE, 0
     use = "fold" if continues else "columns" if all(transposed) else "rows"
     rings, library = is_hopper(device), serves(device) and not continues
 

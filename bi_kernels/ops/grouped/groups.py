@@ -13,15 +13,14 @@ import triton.language as tl
 from torch import Tensor
 
 from bi_kernels.checks import check, integers, once, widened
-from bi_kernels.compat import INTERPRETED
 from bi_kernels.launch import Launch, cached, jit
 from bi_kernels.op import custom_op, writes
 from bi_kernels.scalars import check_flag, check_integer, truncated_repr
 from bi_kernels.tokens import SLAB, TokenLayout, layout_of
 
 OP = "group_by_expert"
-BLOCK, WARPS = 4096 if INTERPRETED else 256, 4  # rows that one program places
-FEW, MINE = 1024, 512 if INTERPRETED else 32  # choices of a decode, which programs of so many group without a sort
+BLOCK, WARPS = 256, 4  # rows that one program places
+FEW, MINE = 1024, 32  # choices of a decode, which programs of so many group without a sort
 
 
 class Groups(NamedTuple):

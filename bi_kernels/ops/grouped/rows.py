@@ -12,15 +12,14 @@ import triton.language as tl
 from torch import Tensor
 
 from bi_kernels.checks import aligned, check, check_plain
-from bi_kernels.compat import INTERPRETED
 from bi_kernels.contract import check_dtype
 from bi_kernels.launch import jit
 from bi_kernels.op import Op, writes
 from bi_kernels.ops.grouped.groups import Groups
 from bi_kernels.scalars import truncated_repr
 
-ELEMENTS, WARPS = 32768 if INTERPRETED else 2048, 4  # that one program copies or adds
-DOT_ROWS, DOT_BLOCK = 16 if INTERPRETED else 1, 1024  # of a gradient's sum, for every call the same
+ELEMENTS, WARPS = 2048, 4  # that one program copies or adds
+DOT_ROWS, DOT_BLOCK = 1, 1024  # of a gradient's sum, for every call the same
 FAR = tl.constexpr(2**31 - 1)
 
 

@@ -11,13 +11,12 @@ import triton.language as tl
 from torch import Tensor
 
 from bi_kernels.checks import check, once
-from bi_kernels.compat import INTERPRETED
 from bi_kernels.launch import Launch, cached, jit
 from bi_kernels.op import Op, writes
 from bi_kernels.scalars import check_integer, truncated_repr
 
 OP = "top_k"
-ELEMENTS, WARPS = 16384 if INTERPRETED else 1024, 4  # scores that one program compares
+ELEMENTS, WARPS = 1024, 4  # scores that one program compares
 MOST = 4096  # scores of a row
 
 
