@@ -27,8 +27,10 @@ from trl import (
 )
 
 import bi_kernels as bi
+from bi_kernels.audit import start
 from bi_kernels.integrations.transformers import apply
 from bi_kernels.integrations.trl import use_folded_head
+from helpers import transformers_trainer
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "trl.md"
 COMMON = {
@@ -261,3 +263,11 @@ def test_the_document_runs(tmp_path, monkeypatch):
     here = {**COMMON, "max_steps": 1, "max_completion_length": 4, "num_generations": 2}
     code = code.replace('.to("cuda")', "").replace('GRPOConfig("out", ', f"GRPOConfig({str(tmp_path)!r}, **{here}, ")
     exec(code, {})
+
+
+@pytest.mark.slow
+def test_the_audit_trains_by_grpo_in_other_micro_batches():
+    run = start("transformers", dtype="bf16", shapes="tiny", device="cpu", checks="quick")
+    lines = transformers_trainer.compared(run, "bf16", transformers_trainer.GRPO, transformers_trainer.by_grpo)
+    assert transformers_trainer.hashes(lines) == {"bi_kernels, TRL's GRPO": 1, "stock Transformers, TRL's GRPO": 2}
+    assert [r.verdict for r in run.rows] == ["pass"] * 3 + ["needs-fix"] and run.rows[-1].control
