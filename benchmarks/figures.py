@@ -101,8 +101,8 @@ def shares(records: Sequence[dict], goal: float) -> plt.Figure:
 def calls(records: Sequence[dict], goals: dict[str, float]) -> plt.Figure:
     """Draws what each eager call costs the CPU, ours and stock's."""
     mine = [r for r in records if "cpu_us" in r and r["op"] != "decode step"]
-    times = [r["times"] for r in mine]
-    title = f"An eager call costs the CPU {number(min(times))} to {number(max(times))} times what stock's does"
+    ratios = [r["times"] for r in mine]
+    title = f"An eager call costs the CPU {number(min(ratios))} to {number(max(ratios))} times what stock's does"
     values = [{name: times[0] for name, times in r["CPU µs"].items()} for r in mine]
     return everybody(mine, values, "µs of the CPU", title, [goals.get(r["op"]) for r in mine])
 

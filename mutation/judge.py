@@ -6,7 +6,7 @@ import sys
 import traceback
 
 ROOM = 12 * 2**30  # bytes that a mutant may take on a CPU
-PASSED = "passed "  # how a line begins that names a stage which a mutant has passed
+PASSED = "bi-audit mutate: passed "  # how a line begins that names a stage which a mutant has passed
 
 
 def judge(folder: str, asks: list, seeds: list, device: str, patience: int, only: list, passed: list) -> dict:

@@ -32,8 +32,8 @@ DRAWN = 8  # cases, as in the audit of drawn cases on the interpreter
 QUICK_USES = "demand", "memory", "population"  # but for modes and what came before, which compile more
 MODEL = "qwen3-8b"  # whose sizes are asked of what is LARGE
 SLOW = {"widths", "captured", "edges", "uneven"}  # of attention's experiments on a GPU: an interpreter asks them
-# sizes that attention, or a variant of it, is asked at on a GPU, in bf16 and in fp32: in fp32 wide heads compile for
-# minutes
+# sizes that attention is asked at on a GPU, by whether in bf16, and whether itself or a variant of it; in fp32 wide
+# heads compile for minutes
 SIZES = {
     (True, True): ("wide", "narrow", "many", "long"),
     (True, False): ("wide", "long"),
@@ -258,7 +258,7 @@ def killer(
     device: str,
     patience: int,
     only: Sequence[str] = (),
-    passed: Sequence[list[str]] = (),
+    passed: Sequence[dict] = (),
 ) -> dict:
     """Judges the mutant that is imported.
 
@@ -267,8 +267,8 @@ def killer(
     answer took at most, `took` those of each stage.
 
     asks: ops, dtypes, and how much is asked; patience: seconds after which a signal ends this process, where no answer
-    comes; 0: never; only: the stages that are asked, or all; passed: [op, dtype, stage] of each that is known to pass
-    with the first seed. Prints what passes besides.
+    comes; 0: never; only: the stages that are asked, or all; passed: the stages that are known to pass with the first
+    seed, as an earlier process printed them.
     """
     asks, first, by_seed = list(map(tuple, asks)), {}, {}
     for seed in seeds:
@@ -290,11 +290,12 @@ def _killer(
     patience: int,
     before: dict,
     only: Sequence[str],
-    passed: Sequence[list[str]],
+    passed: Sequence[dict],
 ) -> dict:
     """The first stage of each op and dtype is asked, then the second of each: what answers within a second comes before
     what takes minutes. before: what killed with another seed, whose stage comes first."""
     count, longest, last, took = 0, 0.0, time.monotonic(), {}
+    known = {(p["op"], p["dtype"], p["stage"]): p for p in passed}
     first = lambda ask: before["stage"] if ask[:2] == (before.get("op"), before.get("dtype")) else ""
     turns = deque((ask, stages(*ask[:2], device, ask[2], seed, first(ask))) for ask in asks)
     while turns:
@@ -304,8 +305,12 @@ def _killer(
             signal.alarm(patience)
             stage, rows = next(mine, ("", ()))
             began = time.monotonic()
-            skipped = only and stage not in only or [op, dtype, stage] in passed
-            for row in () if skipped else rows:
+            if there := known.get((op, dtype, stage)):
+                count, took[f"{op}, {dtype}, {stage}"] = count + there["checks"], there["seconds"]
+                turns.append(turn)
+                continue
+            so_far = count
+            for row in rows if not only or stage in only else ():
                 signal.alarm(patience)
                 now = time.monotonic()
                 count, longest, last = count + 1, max(longest, now - last), now
@@ -319,7 +324,9 @@ def _killer(
                 torch.cuda.synchronize()  # what the device has to say of an illegal access comes here
             if not killed:
                 if stage and not before:
-                    print(PASSED + json.dumps([op, dtype, stage]), flush=True)
+                    said = {"op": op, "dtype": dtype, "stage": stage, "checks": count - so_far}
+                    said["seconds"] = round(time.monotonic() - began, 1)
+                    print(PASSED + json.dumps(said), flush=True)
                 continue
         except Exception as error:
             detail = f"{type(error).__name__}: {error}"

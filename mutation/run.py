@@ -27,7 +27,8 @@ from mutation.reach import ALL, SM_90, SOME, on_hopper, ops_for, package
 PRELOAD = "torch", "triton", "numpy", "numba", "torch.fx.experimental.symbolic_shapes"
 TELL = "command.py", "document.py", "plan.py"  # which judge nothing
 GRACE = 20  # seconds before the end of a run's time, after which no mutant begins
-LEAST = {"cpu": 90, "cuda": 300}  # seconds that a mutant has at least, in turns of a GPU; more where the clean one has
+# seconds that a mutant has at least, as several share a GPU; more where the clean package takes long
+LEAST = {"cpu": 90, "cuda": 300}
 TIMES = 3
 # the first, which shows most reorderings, is asked everything, and attention in both, of which kernels of its own, or
 # several programs, compute the second; fp16 is as bf16
@@ -39,7 +40,8 @@ SEEDS = 0, 1, 2  # what kills by luck of one of them is not caught
 def made_of() -> str:
     """Returns a digest of what is broken and of what judges it: verdicts of other sources do not count."""
     digest, mine = hashlib.sha256(), [path for path in Path(__file__).parent.glob("*.py") if path.name not in TELL]
-    for path in sorted([*package().rglob("*.py"), package() / "contract.toml", *mine]):
+    helpers = (parameters.notebooks() / "helpers").rglob("*.py")
+    for path in sorted([*package().rglob("*.py"), package() / "contract.toml", *mine, *helpers]):
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -80,7 +82,7 @@ class Copy:
         seeds: Sequence[int] = SEEDS,
         until: float = math.inf,
         only: Sequence[str] = (),
-        passed: Sequence[list[str]] = (),
+        passed: Sequence[dict] = (),
     ) -> dict:
         """Returns the verdict on a mutant, or on the package as it is; limits: seconds for all, and for an answer;
         only, passed: as `questions.killer` has them. It is OPEN, with what has passed, at `until`, by
@@ -107,7 +109,7 @@ class Copy:
                 raise
             if died.late and left < seconds:
                 more = [json.loads(line.removeprefix(PASSED)) for line in told if line.startswith(PASSED)]
-                return {"verdict": OPEN, "passed": [*passed, *(stage for stage in more if stage not in passed)]}
+                return {"verdict": OPEN, "passed": [*passed, *more]}
             relation, detail = "crashed", f"status {died.status}"
             if died.late:
                 relation, detail = "time", f"more than {seconds} s"
@@ -253,7 +255,9 @@ def judged(
                 for m in [m for m, asks in todo.items() if all(of in known for of in clean(asks))]:
                     asks = todo.pop(m)
                     most = limits([known[of] for of in clean(asks)], asks, LEAST[device], len(seeds))
-                    found[m] = (m, asks, most, seeds, until, (), passed.get(m.id, ()))
+                    there = passed.get(m.id, ())
+                    left = most[0] - sum(int(p["seconds"]) for p in there)
+                    found[m] = (m, asks, (max(1, left), most[1]), seeds, until, (), there)
                 return found
 
             judge(of_unbroken(clean(kinds)) | ready(), ready)  # attention first

@@ -34,6 +34,21 @@ def test_a_row_has_the_bits_of_linear_by_its_experts_weight(dtype, N, K, transpo
         assert torch.equal(y[groups.rows[token, choice]], bi.linear(x[token], weight[e], bias[e]))
 
 
+@pytest.mark.parametrize("sizes", [*itertools.product((1, 2), (1, 64), (1, 64))], ids=str)
+def test_sizes_of_1_are_sizes_like_others_forward_and_backward(sizes):
+    """A dimension of 1 has any stride, and no copy changes it."""
+    rows, ends = 32, torch.tensor([32, 32][: sizes[0]], dtype=torch.int32)
+    x, weight = (torch.randn(*shape).bfloat16() for shape in ((rows, sizes[2]), sizes))
+    dy = torch.randn(rows, sizes[1]).bfloat16()
+    leaves = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    (grads, y), (expected, whole) = (
+        (torch.autograd.grad(out, leaves, dy), out)
+        for out in (bi.grouped_linear(*leaves, ends), bi.linear(leaves[0], leaves[1][0]))
+    )
+    assert torch.equal(y, whole) and torch.equal(grads[0], expected[0])
+    assert torch.equal(grads[1][0], expected[1][0]) and not grads[1][1:].any()
+
+
 def test_k_is_never_a_constant_of_a_product_with_a_bias():
     """Where K is 1, Triton would drop the loop and begin the only product at the bias, for some tiles and not for
     others."""

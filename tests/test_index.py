@@ -111,6 +111,7 @@ def test_goals_are_told_as_sizes_gains_and_losses_alike():
     assert goals.summary(found[:1]) == (
         "Fastest beside its peer: norms, 1.250 of the peer's speed. ✔ 1 of 1 goals met."
     )
+    assert goals.counted([]) == "" and goals.counted(found[-1:]) == "no goal was measured"
     assert goals.summary([]) == "" and goals.summary(found[-1:]).startswith("None of 1 goals was measured")
 
 

@@ -24,8 +24,7 @@ from bi_kernels.audit.executor import Died
 from bi_kernels.audit.index import page
 from bi_kernels.audit.registry import OPS
 from bi_kernels.audit.targets.model import layout_rows
-from bi_kernels.ops.gemm.gemm import FEW_ROWS
-from bi_kernels.ops.gemm.kernel import launch
+from bi_kernels.ops.gemm.kernel import INTERPRETED, launch
 from bi_kernels.tokens import TokenLayout
 from mutation import document, models, operators, plan, questions, run, sm_90
 from mutation.judge import PASSED
@@ -254,7 +253,7 @@ def test_attention_is_asked_at_sizes_of_its_own_and_products_are_held_to_tritons
     monkeypatch.setattr(sm_90, "LIBRARYS", 6)
     subject = questions.load("gemm", given | {"op": "linear"}).make()[0]
     right = lambda x, w, bias=None, out_dtype=None, out=None, start=None: launch(
-        x, w, bias, FEW_ROWS, out_dtype, start, out
+        x, w, bias, INTERPRETED, out_dtype, start, out
     )
     by_ring = lambda x, w, bias, ring, **told: found(x, w, bias, **told)
     monkeypatch.setitem(sys.modules, "bi_kernels.ops.gemm.hopper", SimpleNamespace(launch=by_ring))
@@ -493,11 +492,12 @@ def test_a_mutant_counts_as_killed_where_every_seed_kills_it(lucky, verdict, mon
 def test_what_a_mutant_has_passed_is_told_and_not_asked_again(monkeypatch, capsys):
     row = SimpleNamespace(verdict="pass")
     monkeypatch.setattr(questions, "stages", lambda *_: iter([("values", [row]), ("rest", [row, row])]))
-    passed = lambda: [json.loads(line.removeprefix(PASSED)) for line in capsys.readouterr().out.splitlines()]
-    values, rest = ["silu", "fp32", "values"], ["silu", "fp32", "rest"]
-    for known, checks in (((), 3), ([values], 2), ([values, rest], 0)):
-        assert questions.killer([SILU], [0], "cpu", 0, (), known)["checks"] == checks
-        assert passed() == [values, rest]
+    told = lambda: [json.loads(line.removeprefix(PASSED)) for line in capsys.readouterr().out.splitlines()]
+    stage = lambda name, checks: {"op": "silu", "dtype": "fp32", "stage": name, "checks": checks, "seconds": 0.0}
+    values, rest = stage("values", 1), stage("rest", 2)
+    for known, printed in (((), [values, rest]), ([values], [rest]), ([values, rest], [])):
+        found = questions.killer([SILU], [0], "cpu", 0, (), known)
+        assert (found["checks"], len(found["took"]), told()) == (3, 2, printed)
 
 
 NOTEBOOKS = "IPython", "papermill", "nbformat", "nbclient", "nbconvert", "ipykernel", "junitparser", "elftools"
@@ -564,13 +564,14 @@ def test_an_entry_that_no_mutant_answers_to_is_one_line(tmp_path):
 def test_what_was_judged_of_these_sources_is_not_judged_again(every, tmp_path, monkeypatch):
     def judge(self, mutant, asks, limits, seeds=SEEDS, until=math.inf, only=(), passed=()):
         if until < 0:
-            return {"verdict": "open", "passed": [*passed, ["silu", "fp32", "values"]]}
+            return {"verdict": "open", "passed": [*passed, values]}
         resumed.append(passed)
         asked.append((mutant.id if mutant else "", tuple(asks), tuple(seeds), tuple(only)))
         by = {str(seed): [*asks[0], "layouts"] for seed in seeds}
         return {"verdict": "killed" if mutant else "survived", "checks": 1, "seconds": 0.1, "op": asks[0][0], "by": by}
 
     resumed: list = []
+    values = {"op": "silu", "dtype": "fp32", "stage": "values", "checks": 2, "seconds": 1.0}
     monkeypatch.setattr(Copy, "__init__", lambda self, *of: None)
     monkeypatch.setattr(Copy, "judge", judge)
     one, two = [m for m in every if ops_for(m.file, m.function) == ["silu"]][:2]
@@ -591,7 +592,7 @@ def test_what_was_judged_of_these_sources_is_not_judged_again(every, tmp_path, m
     assert [f["id"] for f in ended] == [one.id] and missing == 1 and not asked, "what has no time is left out"
     resumed.clear()
     judged([one, two], "cpu", 2, tmp_path / "kept", lambda found, left: None)
-    assert [a[0] for a in asked] == [two.id] and resumed == [[["silu", "fp32", "values"]]], "and goes on where it was"
+    assert [a[0] for a in asked] == [two.id] and resumed == [[values]], "and goes on where it was"
 
 
 SILU = "silu", "fp32", ALL
@@ -626,6 +627,6 @@ def test_a_mutant_that_hangs_or_ends_its_process_is_killed():
         ends = judge(body("\nimport os\nos.abort()\n"), [SILU], (60, 60))
         fine = judge(None, [("add", "fp32", ALL)], (600, 100), [0])
     assert (hangs["relation"], ends["relation"], fine["verdict"]) == ("time", "crashed", "survived")
-    assert cut["verdict"] == "open" and cut["passed"][0] == ["silu", "fp32", "values"]
+    assert cut["verdict"] == "open" and (cut["passed"][0]["stage"], cut["passed"][0]["checks"]) == ("values", 2)
     assert (silent["relation"], silent["detail"]) == ("time", "an answer took more than 5 s")
     assert 0 < fine["longest"] <= fine["seconds"]

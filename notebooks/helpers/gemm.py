@@ -102,12 +102,15 @@ def _ways(dtype: str, device: torch.device) -> dict[str, Callable]:
 
 
 def library_expected(device: torch.device) -> bool:
-    """Tells whether PyTorch's cuBLASLt is of a version whose programs are to serve, asked apart from what serves."""
+    """Tells whether PyTorch's cuBLASLt is of a version whose programs are to serve."""
     if OFF or not is_hopper(device):
         return False
-    library = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
-    library.cublasLtGetVersion.restype = ctypes.c_size_t
-    return library.cublasLtGetVersion() in VERSIONS
+    try:
+        library = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.split('.')[0]}")
+        library.cublasLtGetVersion.restype = ctypes.c_size_t
+        return library.cublasLtGetVersion() in VERSIONS
+    except (OSError, AttributeError):
+        return False
 
 
 def _by_ring(x: Tensor, w: Tensor, bias: Tensor | None, ring: PipelineConfig) -> Tensor | None:
@@ -283,7 +286,8 @@ def missing(session) -> list[Row]:
         every = product(_tile_rows(session), _ways(dtype, session.device)) if case == "o" else ()
         served = lambda m: _served(m, *shape, DTYPES[dtype], session.device)
         required = [("tiles", m, way) for m, way in every if way != LIBRARY or served(m)]
-        if case == "o" and dtype != "fp32" and _larger(session) and library_expected(session.device):
+        serves_none = session.parameters["shapes"] != "tiny" and not any(served(m) for m in _tile_rows(session))
+        if case == "o" and dtype != "fp32" and serves_none and library_expected(session.device):
             required.append(("tiles", max(_tile_rows(session)), LIBRARY))
         for layout in ("cuda_graph", "torch.compile") if session.on_gpu else ():
             taken = lambda m: _taken(m, *shape, DTYPES[dtype], session.device)

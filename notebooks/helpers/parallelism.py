@@ -94,7 +94,7 @@ def cost_lines(session) -> list[dict]:
 
 
 def goals_met(session) -> list[dict]:
-    """Returns for each measurement with a goal whether it is met, and for each goal without a measurement met: None."""
+    """Returns each measurement with a goal, as `goals.summary` takes them, and for each goal without one met: None."""
     left = {(g["what"], g["ranks"]) for g in case(session.parameters["shapes"])["timed"]["goals"]}
     found = []
     for cost, times, most in judged_costs(session):

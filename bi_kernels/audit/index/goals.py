@@ -29,7 +29,9 @@ def read(folder: Path) -> list[dict]:
 def counted(found: Sequence[dict]) -> str:
     """Says how many goals are met, '' without goals."""
     judged = [f for f in found if f["met"] is not None]
-    return f"{sum(f['met'] for f in judged)} of {len(judged)} goals met" if found else ""
+    if not judged:
+        return "no goal was measured" if found else ""
+    return f"{sum(f['met'] for f in judged)} of {len(judged)} goals met"
 
 
 def summary(found: Sequence[dict]) -> str:

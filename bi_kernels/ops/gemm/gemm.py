@@ -21,12 +21,9 @@ from bi_kernels.op import Op, writes
 from bi_kernels.ops.gemm.cost import PipelineConfig, Tile, best_cut, tile_for, way_for
 from bi_kernels.ops.gemm.hopper_cublaslt import LIBRARY, serves, waves
 from bi_kernels.ops.gemm.hopper_cublaslt import launch as launch_library
-from bi_kernels.ops.gemm.kernel import FP32_TILE, launch
+from bi_kernels.ops.gemm.kernel import FP32_TILE, INTERPRETED, launch
 from bi_kernels.ops.gemm.launch_cache import cached_launch, remember_view
 from bi_kernels.tokens import consume_zero_flag, gradient_of, layout_of, training_arguments, warn_unlaid_micro_batch
-
-# of the interpreter, where a program costs more than what it computes
-FEW_ROWS, MANY_ROWS = Tile(64, 64, 64, 4, 4), Tile(128, 64, 64, 4, 8)
 
 
 @cached
@@ -54,7 +51,7 @@ def cheapest(
     if us:
         return ring or LIBRARY, 0 if continues else best_cut(N, lambda columns: way(columns)[0])
     if device.type == "cpu":
-        return (MANY_ROWS if M > 64 else FEW_ROWS), 0
+        return INTERPRETED, 0
     return tile_for(M, N, K, use, transposed), 0
 
 

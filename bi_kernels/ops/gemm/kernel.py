@@ -17,6 +17,7 @@ from bi_kernels.ops.gemm.cost import TILES, Tile
 
 SHARED = 227 * 1024 - 512  # bytes that a program on sm_90 may have, but for barriers
 FP32_TILE = Tile(64, 64, 32, 4, 3)
+INTERPRETED = Tile(64, 64, 64, 4, 4)  # on a CPU
 
 
 @triton.jit
@@ -138,6 +139,16 @@ def tma_ready(t: torch.Tensor) -> torch.Tensor:
         fast == 1 and slow % unit == 0 and slow >= cols or slow == 1 and fast % unit == 0 and fast >= rows
     ):
         return t
+    return _padded(t)
+
+
+def by_rows(t: torch.Tensor) -> torch.Tensor:
+    """`t` as `tma_ready` has it, or a copy, such that the last stride is 1."""
+    return tma_ready(t) if t.stride(1) == 1 else _padded(t)
+
+
+def _padded(t: torch.Tensor) -> torch.Tensor:
+    (rows, cols), unit = t.shape, 16 // t.element_size()
     return t.new_empty(rows, -(-cols // unit) * unit)[:, :cols].copy_(t)
 
 

@@ -15,12 +15,11 @@ from bi_kernels.compat import descriptor
 from bi_kernels.launch import Launch, cached, jit
 from bi_kernels.op import writes
 from bi_kernels.ops.gemm.cost import Tile
-from bi_kernels.ops.gemm.kernel import FP32_TILE, tma_ready
+from bi_kernels.ops.gemm.kernel import FP32_TILE, INTERPRETED, by_rows
 from bi_kernels.ops.grouped.rows import gather_rows
 from bi_kernels.tokens import SLAB, consume_zero_flag
 
 FEW, MANY = Tile(64, 128, 64, 4, 4), Tile(128, 128, 64, 4, 3)  # by the width of the gradient
-INTERPRETED = Tile(64, 64, 64, 4, 4)
 
 
 @jit
@@ -104,7 +103,7 @@ def fold(a: Tensor, b: Tensor, ends: Tensor, out: Tensor, continues: bool, keeps
             out.zero_()
         return
     run, tile = _launch_for((experts, M, N), a.dtype, a.device, continues, keeps)
-    a, b = ensure_cuda_context(tma_ready(a)), tma_ready(b)
+    a, b = ensure_cuda_context(by_rows(a)), by_rows(b)
     blocks = lambda t, rows, columns: descriptor(t, t.shape, t.stride(), (rows, columns))
     whole, slab = ((blocks(a, rows, tile.m), blocks(b, rows, tile.n)) for rows in (tile.k, SLAB))
     run(*whole, *slab, out, ends)

@@ -14,7 +14,7 @@ from bi_kernels.checks import ensure_cuda_context
 from bi_kernels.compat import descriptor
 from bi_kernels.launch import Launch, cached, jit
 from bi_kernels.ops.gemm.cost import Tile
-from bi_kernels.ops.gemm.kernel import FP32_TILE, tma_ready
+from bi_kernels.ops.gemm.kernel import FP32_TILE, INTERPRETED, by_rows
 
 # by the most rows that an expert has on average; few rows sit on the tensor core's N side
 TILES = {
@@ -24,7 +24,6 @@ TILES = {
     128: Tile(128, 128, 64, 8, 4),
 }
 MANY = Tile(128, 256, 64, 8, 3)
-INTERPRETED = Tile(64, 64, 64, 4, 4)
 
 
 @jit(do_not_specialize=["rows", "K"])  # where K is 1, Triton would begin the only product at the bias
@@ -117,8 +116,8 @@ def stacked(w: Tensor, block: int) -> tuple[Tensor, bool]:
     multiple of the block then; a copy where w is stored in another way."""
     experts, N, K = w.shape
     if w.stride(2) != 1 and w.stride(1) == 1 and K % block == 0 and w.stride(0) == K * w.stride(2):
-        return tma_ready(w.mT.flatten(0, 1)), True
-    return tma_ready((w if w.stride(2) == 1 else w.contiguous()).flatten(0, 1)), False
+        return by_rows(w.mT.flatten(0, 1)), True
+    return by_rows(w.flatten(0, 1)), False
 
 
 @cached
@@ -135,7 +134,7 @@ def launch(x: Tensor, w: Tensor, bias: Tensor | None, ends: Tensor, tile: Tile |
     the last end hold anything. Sizes are not 0."""
     (rows, K), (experts, N, _) = x.shape, w.shape
     tile = tile or tile_for(rows, experts, x.dtype, x.device)
-    (flat, transposed), x = stacked(w, tile.k), tma_ready(x if x.stride(1) == 1 else x.contiguous())
+    (flat, transposed), x = stacked(w, tile.k), by_rows(x)
     y = x.new_empty(rows, N)
     block = (tile.k, tile.n) if transposed else (tile.n, tile.k)
     _launch_for(rows, (experts, N, K), tile, transposed, x.device)(
