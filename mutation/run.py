@@ -25,7 +25,8 @@ from mutation.operators import Mutant
 from mutation.reach import ALL, SM_90, SOME, on_hopper, ops_for, package
 
 PRELOAD = "torch", "triton", "numpy", "numba", "torch.fx.experimental.symbolic_shapes"
-TELL = "command.py", "document.py", "plan.py"  # which judge nothing
+# which judge nothing: files and folders of this package, and of the one that is broken
+TELL = {"command.py", "document.py", "plan.py", "cli.py", "options.py", "index", "report"}
 GRACE = 20  # seconds before the end of a run's time, after which no mutant begins
 # seconds that a mutant has at least, as several share a GPU; more where the clean package takes long
 LEAST = {"cpu": 90, "cuda": 300}
@@ -39,9 +40,10 @@ SEEDS = 0, 1, 2  # what kills by luck of one of them is not caught
 
 def made_of() -> str:
     """Returns a digest of what is broken and of what judges it: verdicts of other sources do not count."""
-    digest, mine = hashlib.sha256(), [path for path in Path(__file__).parent.glob("*.py") if path.name not in TELL]
-    helpers = (parameters.notebooks() / "helpers").rglob("*.py")
-    for path in sorted([*package().rglob("*.py"), package() / "contract.toml", *mine, *helpers]):
+    digest, folders = hashlib.sha256(), (package(), Path(__file__).parent, parameters.notebooks() / "helpers")
+    judges = lambda folder, path: TELL.isdisjoint(path.relative_to(folder).parts)
+    every = [path for folder in folders for path in sorted(folder.rglob("*.py")) if judges(folder, path)]
+    for path in [*every, package() / "contract.toml"]:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 

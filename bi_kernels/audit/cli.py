@@ -71,7 +71,8 @@ def main() -> None:
     except (UsageError, ModuleNotFoundError) as error:
         said = str(error)
     except KeyboardInterrupt:
-        status, said = 130, "interrupted; finished documents are whole, and --resume does not make them again"
+        status, said = 130, "interrupted; finished documents are whole"
+        said += ", and --resume does not make them again" * (sys.argv[1:2] == ["run"])
     except OSError as error:  # a full disk, a folder that went away
         where = f"{error.filename}: " if error.filename else ""
         said = f"{where}{error.strerror or error}; finished documents are whole"

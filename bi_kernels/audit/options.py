@@ -16,8 +16,8 @@ def positive(text: str) -> int:
     return int(text)
 
 
-def publish():
-    return option(False, "Writes into audits/, to be committed: verdicts packed, no executed notebook.")
+def publish(how: str = "verdicts packed, no executed notebook"):
+    return option(False, f"Writes into audits/, to be committed: {how}.")
 
 
 def some(name: str):
@@ -125,9 +125,9 @@ class Certify:
 class Mutate:
     """Counts the planted bugs that audits catch.
 
-    Breaks our own kernels and launchers, one place at a time. Needs a checkout. An interrupted run continues when it is
-    called again. Exit status: 0 the kill rate's goal is met and every equivalent holds; 1 otherwise; 2 the command was
-    wrong.
+    Breaks our own kernels, launchers, batch_invariant_mode and apply, one place at a time. Needs a checkout. An
+    interrupted run continues when it is called again. Exit status: 0 what was judged meets the goal, and every
+    equivalent holds; 1 otherwise; 2 the command was wrong.
     """
 
     names: tuple = some("AUDIT")
@@ -137,9 +137,9 @@ class Mutate:
     seeds: int = option(3, "Seeds of inputs, each of which must show a bug. Default: 3.", type=positive)
     device: str = option("auto", "auto (default), cpu or cuda.")
     jobs: int = option(2, "Number of mutants at a time. Default: 2.", type=positive)
-    minutes: int = option(None, "Ends after so many; the same command then continues. Default: never.", type=positive)
+    minutes: int = option(None, "Stops after so many; the same command resumes. Default: never.", type=positive)
     out: Path = option(None, "Folder of the report. Default: runs/DEVICE-mutants/mutants.")
-    publish: bool = publish()
+    publish: bool = publish("mutants.json and its page")
     equivalents: Path = option(
         None, "TOML file of mutants that change nothing promised. Default: mutation/equivalents.toml."
     )
