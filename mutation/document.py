@@ -21,6 +21,25 @@ from mutation.operators import HAND_MADE, Mutant
 from mutation.reach import package
 
 GOAL: float = CONTRACT["mutants"]["kill_rate"]
+METHOD = """One place of a kernel or a launcher is broken at a time, by an operator or by hand. Each mutant runs in its
+own process and is asked most of what the audits of its ops ask, until one check needs a fix.
+
+- Of an op: everything in fp32, what kills most in bf16, nothing in fp16; most of it at tiny sizes. `attention`
+  itself, but none of its variants, is asked everything in bf16 too.
+- Where the ops of a file are fewer than four, others that reach it are asked as well.
+- Kernels for sm_90 are asked in bf16, at sizes that reach them: attention of ragged and long samples, in one call,
+  alone, padded, in chunks and decoded; GEMM's rings and cuBLASLt's products against Triton's, bit by bit.
+- On a GPU, attention is asked these sizes instead of drawn cases, and few of its experiments.
+- Experts, `batch_invariant_mode` and the adapter of Transformers are asked by small models.
+- A mutant counts as killed if every seed of the run kills it.
+- Not asked: larger models, the static audit, that of dtypes, GEMM's sweep in CUDA graphs and compiled, and its rows
+  beyond 4,096.
+
+A survivor is a question to add, or stands in the file of equivalents with the reason why nothing that is promised
+changes there; a mutant of that file that is killed fails the run. Left alone is most of what the contract calls free
+(GEMM's tiles and their choice, warps and stages of a launch), and what no audit of bits is about (checks of arguments,
+texts). `mutants.json` says of each what became of it, and which question killed it. An interval is Wilson's, as of a
+random sample; generated mutants are drawn function by function."""
 EXPLAINED, KILLED, SURVIVED = "explained", "killed", "survived"
 POPULATION = "population.json"  # how many mutants there are, by kind and file
 BUT = "in the file of equivalents, but"
@@ -185,22 +204,7 @@ def write(folder: Path) -> None:
     parts = [
         "# Mutants: which bugs of our own kernels do the audits see?",
         f"**{summary(found, there)}** {left_alone(found, there)}",
-        "One place of a kernel or a launcher is broken at a time, by an operator or by hand. Each mutant runs in a "
-        "process of its own, which is asked most of what their own audits, that of gradients and that of drawn cases "
-        "ask of the ops of its file and, where these are fewer than four, of others that reach it, until something "
-        "needs a fix: in fp32, of attention in bf16 too, else in bf16 what kills most, of no op in fp16; most of it "
-        "at tiny sizes; and, once it is killed, with every other seed of the run, two by default: what not all of "
-        "them show is not caught. Kernels for sm_90 are asked in bf16, at sizes that reach them: attention of ragged,"
-        " long and many samples, in one call, alone, padded, in chunks and decoded; GEMM's rings and cuBLASLt's "
-        "products against Triton's, bit by bit. Of attention's other files a GPU asks these sizes too, and of its "
-        "experiments a few. Experts, `batch_invariant_mode` and the adapter of Transformers are asked by small "
-        "models. Not asked: larger models, the static audit, that of dtypes, GEMM's sweep in CUDA graphs and compiled"
-        " and its rows beyond 4,096. A survivor is a question to add, or stands in the file of equivalents with the "
-        "reason why nothing that is promised changes there; a mutant of that file that is killed fails the run. Left "
-        "alone is most of what the contract calls free (GEMM's tiles and their choice, warps and stages of a launch),"
-        " and what no audit of bits is about (checks of arguments, texts). `mutants.json` says of each what became of"
-        " it, and which question killed it. An interval is Wilson's, as of a random sample; generated mutants are "
-        "drawn function by function.",
+        METHOD,
         tables.facts(made).data,
         f"![{title(found)}](mutants.png)",
         f"## By operator\n\n{by(found, 'operator')}",

@@ -200,7 +200,7 @@ def test_costs_are_held_against_the_goals_and_the_paper(tmp_path, monkeypatch):
     assert [g["met"] for g in parallelism.goals_met(session) if g not in measured] == [None] * (len(asked) - 1)
     parallelism.costs(session)
     assert goals.summary(goals.read(tmp_path)) == (
-        f"Farthest from its goal: {what}, 2 ranks: , 1.200 times the peer's time (goal ≤ 1.18). "
+        f"Farthest from its goal: {what}, 2 ranks: , 1.200 × the peer's time (goal ≤ 1.18). "
         "✘ 1 of 2 goals met, 7 not measured in this run."
     )
     both = session.costs

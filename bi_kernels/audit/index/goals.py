@@ -6,7 +6,7 @@ from pathlib import Path
 
 FILE = "goals.json"
 MET, MISSED = "✔", "✘"
-UNITS = {"ratio": " of the peer's speed", "times": " times the peer's time"}
+UNITS = {"ratio": " × the peer's speed", "times": " × the peer's time"}
 NAMED = 3  # gains, and losses, that a sentence has room for
 
 
