@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention import SDPBackend
 
 import bi_kernels
-from benchmarks import cases
+from benchmarks import cases, peers
 from benchmarks.measure import FASTEST, OURS, Bench, Numbers, padded, rotated
 from helpers.attention_peers import EVERYBODY, PEERS, ours, sdpa
 
@@ -32,12 +32,13 @@ def _prefill(bench: Bench, case: str, batch: int, length: int) -> None:
     sets = bench.numbers.sets(1, *((batch, length, n, width) for n in (heads, kv_heads, kv_heads)))
     flops, size = 2 * batch * heads * length**2 * width, 2 * sum(2 * t.numel() for t in sets[0][:2])
     fields = {"batch": batch, "length": length, "heads": heads, "kv_heads": kv_heads, "head_dim": width}
+    everybody = EVERYBODY | peers.attention()
     with torch.no_grad():
-        measured = bench.timed(rotated(EVERYBODY, sets))
+        measured = bench.timed(rotated(everybody, sets))
     line = {"direction": "forward", "case": case, "flops": flops, "size": size}
     bench.add("attention", "attention", measured, "cuDNN", line, **fields)
 
-    calls = {name: bench.gradients(f, sets) for name, f in EVERYBODY.items()}
+    calls = {name: bench.gradients(f, sets) for name, f in everybody.items()}
     calls |= {f"{name}, deterministic": _deterministic()(bench.gradients(f, sets)) for name, f in PEERS.items()}
     measured = bench.timed(calls)
     peer = DETERMINISTIC if DETERMINISTIC in measured[0] else "cuDNN"
@@ -78,12 +79,12 @@ def _decode(bench: Bench, numbers: Numbers, cell: cases.Cell) -> None:
         "block_table": order.view(cell.batch, -1).to(bench.device, torch.int32),
         "lengths_k": torch.full((cell.batch,), cell.keys, dtype=torch.int32, device=bench.device),
     }
-    peers = dict(PEERS)
+    others = PEERS | peers.attention(num_splits=0)
     if cell.heads == cell.kv_heads:
-        peers["efficient"] = lambda q, k, v: sdpa(SDPBackend.EFFICIENT_ATTENTION, q, k, v)
+        others["efficient"] = lambda q, k, v: sdpa(SDPBackend.EFFICIENT_ATTENTION, q, k, v)
     calls = rotated({OURS: ours}, sets)
     calls |= rotated({PAGED: lambda q, k, v: bi_kernels.attention(q, k, v, **paged)}, paged_sets)
-    measured = bench.timed(calls | rotated(peers, sets), sets=count, graphs=True)
+    measured = bench.timed(calls | rotated(others, sets), sets=count, graphs=True)
     lines = [
         {"direction": direction, "case": cell.name, "ours": name}
         for direction, name in (("contiguous", OURS), ("paged", PAGED))

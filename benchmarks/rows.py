@@ -9,6 +9,7 @@ import torch._functorch.config
 import torch.nn.functional as F
 
 import bi_kernels
+from benchmarks import peers
 from benchmarks.measure import COMPILED, LIGER, OURS, TORCH, Bench, rotated
 from bi_kernels.audit import stock
 from helpers.backward import foreign
@@ -46,14 +47,14 @@ def ops(bench: Bench) -> Iterator[Op]:
 
 
 def _functions(bench: Bench, op: Op) -> dict[str, Callable]:
-    """Returns ours, stock PyTorch in eager mode and compiled, and Liger where it is installed."""
+    """Returns ours, stock PyTorch in eager mode and compiled, and Liger and QuACK where they are installed."""
     theirs = getattr(stock, op.op)
     found = {OURS: getattr(bi_kernels, op.op), TORCH: theirs}
     if bench.on_gpu:
         if op.compiled:
             found[COMPILED] = torch.compile(lambda *given: theirs(*given), dynamic=False)
-        if op.op == "rms_norm" and (liger := foreign(op.op).get(LIGER)):
-            found[LIGER] = liger
+        if op.op == "rms_norm":
+            found |= {k: f for k, f in foreign(op.op).items() if k == LIGER} | peers.rms_norm()
     return found
 
 
@@ -139,8 +140,8 @@ def _lm_head(bench: Bench) -> None:
     calls[TORCH] = partial(step, _plain, None)
     if bench.on_gpu:
         calls[COMPILED] = partial(step, torch.compile(_plain, dynamic=False), None)
-        if liger := foreign("lm_head_logprob").get(LIGER):
-            calls[LIGER] = partial(step, liger, None)
+        found = {k: f for k, f in foreign("lm_head_logprob").items() if k == LIGER} | peers.logprob()
+        calls |= {name: partial(step, call, None) for name, call in found.items()}
     fields = {"tokens": tokens, "vocab": vocab, "hidden": hidden, "flops": 6 * tokens * vocab * hidden}
     size = 2 * (3 * weight.numel() + 3 * h.numel())
     bench.add("lm_head", "lm_head_logprob", bench.timed(calls), TORCH, *lines, size=size, **fields)

@@ -28,6 +28,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 H200 = ROOT / "audits" / "nvidia-h200-qwen3-8b"
+WHERE = {"FA4": "https://github.com/Dao-AILab/flash-attention", "QuACK": "https://github.com/Dao-AILab/quack"}
+CUTE = (  # what the table says beside peers written in CuTe, where they were timed
+    ("attention, forward", "FA4", {"group": "attention", "direction": "forward"}),
+    ("attention, backward", "FA4", {"group": "attention", "direction": "backward"}),
+    ("attention, decode", "FA4", {"group": "decode"}),
+    ("RMSNorm, forward", "QuACK", {"op": "rms_norm", "direction": "forward"}),
+    ("RMSNorm, backward", "QuACK", {"op": "rms_norm", "direction": "backward"}),
+)
 PIECE = re.compile(r"<!-- (?:table: (\w+)|output(?:: (\d+) lines)?) -->\n.*?<!-- end -->\n", re.S)
 OFFLINE = """
 import transformers, warnings
@@ -148,6 +156,10 @@ def speed() -> str:
         cells("LM head, no logits kept", "`torch.compile`", group="head"),
         cells(f"eager calls of {len(calls)} ops, CPU time", "PyTorch", group="call"),
     ]
+    for what, peer, where in CUTE:
+        mine = [r for r in bench if where.items() <= r.items() and peer in r.get("ms", {})]
+        bench += [{"group": f"{what}, {peer}", "times": r["ms"][r["who"]][0] / r["ms"][peer][0]} for r in mine]
+        rows += [cells(what, f"[{peer}]({WHERE[peer]})", group=f"{what}, {peer}")] * bool(mine)
     return table(["what", "against", "mean", "range"], rows)
 
 
