@@ -105,7 +105,7 @@ def _straight(x: Tensor, w: Tensor, bias: Tensor | None, out_dtype: torch.dtype 
     lead, x = x.shape[:-1], x.flatten(0, -2)
     lie = [(x.dtype, x.shape, x.stride()), (w.dtype, w.shape, w.stride())]
     lie.append(bias if bias is None else (bias.dtype, bias.shape, (1,)))
-    tile = kernel.FP32_TILE if x.dtype == FP32 else gemm.FEW_ROWS
+    tile = kernel.FP32_TILE if x.dtype == FP32 else kernel.INTERPRETED
 
     def read(t: Tensor, dtype: torch.dtype, shape: tuple, strides: tuple) -> Tensor:
         behind = t.data_ptr() % 16 // t.element_size()
