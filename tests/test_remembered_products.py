@@ -62,3 +62,12 @@ def test_the_experiment_asks_all_that_is_required_and_finds_a_package_that_forge
     monkeypatch.setattr(launch_cache, "kind_of", lambda x, w, bias, _: whole(x, w, bias, None))
     found = {r.detail.partition(", in order")[0] for r in experiments.remembered(run)[0] if r.verdict == NEEDS_FIX}
     assert "plain, in fp32" in found and "start" not in found
+
+
+def test_a_library_that_serves_nothing_is_missing(monkeypatch):
+    run = start("gemm", device="cpu", dtype="bf16")
+    monkeypatch.setitem(run.parameters, "shapes", "qwen3-8b")
+    said = lambda: [r.detail for r in experiments.missing(run) if experiments.LIBRARY in r.detail]
+    assert not said(), "there is none on a CPU"
+    monkeypatch.setattr(experiments, "library_expected", lambda device: True)
+    assert said() == ["cuBLASLt: required, not run"]
