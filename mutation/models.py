@@ -231,9 +231,15 @@ def _experts_as_given(target: Experts) -> Iterator[Row]:
     yield target.row(Relation.INVARIANCE, "offsets alone", _by_linear(given, ends, upstream[2], expected), "linear")
     yield target.row(Relation.INVARIANCE, "groups without sequences", _untold(given, ends, upstream[2]), "experts")
     yield from _wide_experts(target, ends, draw)
-    empty = bi_kernels.grouped_linear(x[:, :0], up.detach()[..., :0], ends, -torch.zeros_like(bias.detach()))
-    drift = compare(empty, torch.zeros_like(empty))
-    yield target.row(Relation.CONTRACTED, "no features", drift, "a sum of nothing and −0", tensor="grouped_linear")
+    nothing = bias.detach().clone()
+    nothing[:, 0] = -0.0
+    empty = bi_kernels.grouped_linear(x[:, :0], up.detach()[..., :0], ends, nothing)
+    counts = torch.tensor(ENDS).diff(prepend=torch.zeros(1, dtype=torch.long)).to(target.device)
+    expected = torch.cat(
+        [nothing.repeat_interleave(counts, 0) + 0.0, empty.new_zeros(len(x) - ENDS[-1], len(nothing.T))]
+    )
+    told = {"against": "its bias", "tensor": "grouped_linear"}
+    yield target.row(Relation.CONTRACTED, "no features", compare(empty, expected), **told)
 
 
 def _wide_experts(target: Experts, ends: Tensor, draw: Callable) -> Iterator[Row]:

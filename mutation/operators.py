@@ -242,7 +242,7 @@ CONDITIONS = {
     "another result for more than 64 rows": "any(t.numel() > 64 * t.shape[-1] for t in tensors if t.dim())",
     "another result for memory that is not aligned": "any(t.data_ptr() % 32 for t in tensors)",
     "another result where a gradient is wanted": "any(t.requires_grad for t in tensors)",
-    "another result for an odd number of rows": "any(t.dim() > 1 and t.numel() // t.shape[-1] % 2 for t in results)",
+    "another result for an odd number of rows": "any((t[..., 0] if t.dim() > 1 else t).numel() % 2 for t in results)",
 }
 HELPER = """
 

@@ -227,6 +227,18 @@ def _gated(session) -> Iterator[Row]:
         yield from s.attempt("parity", layout, partial(made, interleaved), against=gate)
 
 
+def _by_columns(session) -> Iterator[Row]:
+    """Judges products of experts whose rows are stored column by column."""
+    s = session.make()[0]
+    x, experts, weight = s.problem.arguments(*s.problem.inputs(CANCELLING, 16))
+    experts, order = experts.sort()
+    ends = torch.searchsorted(experts, torch.arange(len(weight), device=x.device), right=True).to(torch.int32)
+    made = lambda view: bi_kernels.grouped_linear(view(x[order]), weight, ends)
+    yield from s.attempt(
+        "invariance", "columns", lambda: compare(made(sm_90.turned), made(torch.clone)), against="rows"
+    )
+
+
 def _row_sum(session) -> Iterator[Row]:
     """Judges the gradient of a sum that is rounded to another dtype."""
     s = session.make()[0]
@@ -245,6 +257,7 @@ MORE: dict[str, Callable] = {
     "rope": lambda session: [*elementwise.packed_reset(session)[0], *elementwise.outside_table(session)],
     "linear": lambda session: [*gemm.tiles(session)[0], *gemm.slabs(session)[0]],
     "linear_bias": lambda session: (r for r in gemm.remembered(session)[0] if not r.control),
+    "routed_linear": _by_columns,
     "lm_head_logprob": _vocabulary,
     "embedding": _embedding,
     "row_sum": _row_sum,

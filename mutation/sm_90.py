@@ -84,6 +84,7 @@ def attention(of: OpUnderTest, op: str, kinds: Sequence[str], only_sm_90: bool =
             yield from by_view(s)
         if (op, kind) == ("attention", "wide"):
             yield from attention_edges.padded_edges(of, "edges")
+            yield from attention_edges.crowded(of)
         if not only_sm_90 and kind in ("long", "many"):
             for page in PAGES:
                 whole = lambda: last(s, one, s.once("whole", lambda: s.compute([pack(spans(s.lengths))])))

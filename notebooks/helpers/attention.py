@@ -39,6 +39,10 @@ def _widths(session) -> Sequence[str]:
     return edges.WIDTHS[session.on_gpu] if is_ours(session) else ()
 
 
+def _crowded(session) -> list[int]:
+    return edges.in_first_dtype(session)[:1] if is_ours(session) else []
+
+
 def _far(session) -> list[int]:
     full = session.on_gpu and session.parameters["shapes"] != "tiny" and is_ours(session)
     return edges.in_first_dtype(session)[:1] if full and session.dtypes[0] != "fp32" else []
@@ -70,6 +74,8 @@ EXPERIMENTS = (  # on a GPU those that compile most come first, lest a process b
     Experiment("edges", edges.far_heads, _far),
     Experiment("edges", edges.wrapped_heads, _far),
     Experiment("edges", edges.nan_without_keys, lambda session: [0]),
+    Experiment("edges", edges.crowd, _crowded),
+    Experiment("edges", edges.forgotten, _crowded),
     Experiment("late copies", on_gpu.unwaited, lambda session: _late(session)[:1]),
 )
 
@@ -139,6 +145,9 @@ def _required(session, s: OpUnderTest, number: int) -> Iterator[dict]:
             yield from rows("invariance", generation.uneven_layouts(session), inputs=kind)
     if number in _far(session):
         yield from rows("invariance", [edges.FAR])
+    if number in _crowded(session):
+        yield from rows("invariance", [edges.CROWDED])
+        yield from rows(gradients.INVARIANCE, [edges.CROWDED], trained)
     if number in _captured(session):
         yield from rows("invariance", ("cuda_graph", on_gpu.UNALIGNED, "torch.compile"))
         yield from rows("invariance", on_gpu.ENDS, ("out", "lse"))

@@ -36,6 +36,7 @@ HEADS["64 heads, 96 wide"] = {"head_dim": 96, "heads": 64, "kv_heads": 64}
 HEADS["128 heads, 64 wide"] = {"head_dim": 64, "heads": 128, "kv_heads": 8}
 WIDTHS = {True: tuple(HEADS), False: ("96 wide",)}
 FAR, APART = "heads 2**29 elements apart", 2**29  # of so many, offsets of 32 bits wrap at the fifth head
+CROWD, CROWDED = (1, 2, 3) * 100, "300 samples, left_padded"  # more samples than a program looks up
 WIDE_LAYOUTS = ("singles", "left_padded", "chunked:16", "decode of the last two")
 WIDE_GRADIENTS = ("micro_batches:each", "batch")
 
@@ -50,6 +51,13 @@ def reads_wrapped_heads(q, k, v, defect=True, **told):
     """Reads heads that begin 2**31 elements and more behind the first from the first on."""
     near = lambda t: t[:, :, torch.arange(t.shape[2], device=t.device) % max(1, 2**31 // t.stride(2))]
     return bi_kernels.attention(q, *(near(t) if defect and t.stride(2) > 2**28 else t for t in (k, v)), **told)
+
+
+def forgets_samples(q, k, v, defect=True, **told):
+    """Gives zeros to a batch's samples behind the 256th."""
+    out, lse = bi_kernels.attention(q, k, v, **told)
+    late = torch.arange(len(q), device=q.device).view(-1, *[1] * (q.dim() - 1)) >= 256
+    return out.masked_fill(late & (q.dim() == 4) & defect, 0), lse
 
 
 def edges(session, number: int) -> list[Row]:
@@ -85,6 +93,27 @@ def wrapped_heads(session, _) -> list[Row]:
     """Judges the control that reads heads beyond 2**31 elements from the first on."""
     s = session.subject("attention", session.dtypes[0], reads_wrapped_heads, "offsets of heads in 32 bits")
     return [as_control(apart(s))]
+
+
+def crowd(session, number: int) -> list[Row]:
+    """Judges a padded batch of many short samples, and its gradients, against the same samples packed."""
+    return crowded(session.make()[number])
+
+
+def forgotten(session, _) -> list[Row]:
+    """Judges the control that gives zeros to samples behind the 256th."""
+    s = session.subject("attention", session.dtypes[0], forgets_samples, "samples behind the 256th forgotten")
+    return [as_control(crowded(s))]
+
+
+def crowded(s: OpUnderTest) -> list[Row]:
+    sizes = s.problem.sizes | {"heads": 1, "kv_heads": 1}
+    s = replace(s, problem=replace(s.problem, sizes=sizes), own_lengths=CROWD, memo={})
+    step, padded, said = Step(s, CANCELLING, CROWD), "left_padded", {"against": "packed", "inputs": CANCELLING}
+    said["rows"] = step.count
+    outputs, whole = lambda: compare(s.layout(padded), s.layout("packed")), lambda: step.gradients("packed")
+    rows = s.attempt("invariance", CROWDED, outputs, **said)
+    return rows + gradients.compared(s, gradients.INVARIANCE, CROWDED, lambda: step.gradients(padded), whole, **said)
 
 
 def apart(s: OpUnderTest, elements: int = APART) -> list[Row]:
