@@ -125,6 +125,7 @@ def test_without_a_route_the_gradients_of_a_product_follow_the_split(monkeypatch
 FUNCTIONS = {
     "mm": lambda x, w: x.mm(w),
     "addmm": lambda x, w: torch.addmm(w[0], x, w),
+    "addmm of a part": lambda x, w: torch.addmm(w[0], x, w, beta=0.5),
     "matmul": lambda x, w: x[:, None] @ w,
     "bmm": lambda x, w: torch.bmm(x[:, None], w.expand(len(x), -1, -1)),
     "softmax": lambda x, w: F.softmax(x, -1),

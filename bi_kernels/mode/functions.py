@@ -203,6 +203,7 @@ def addmm(mode, func, given, a=None, b=None, *, beta=1, alpha=1, out=None, **nam
     y = matmul(mode, func, a, b)
     if y is NotImplemented:
         return y
+    (given,) = _autocast(given)
     y, given = y if alpha == 1 else y * alpha, given if beta == 1 else given * beta
     total = elementwise(mode, torch.add, given, y)
     return given + y if total is NotImplemented else total
