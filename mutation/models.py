@@ -5,7 +5,6 @@ Each is a step in several layouts, as the audits of whole models judge it, and i
 
 import copy
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from itertools import accumulate
 
 import torch
@@ -23,12 +22,12 @@ from bi_kernels.audit.targets.fresh_memory import poisoned_memory
 from bi_kernels.audit.targets.model import ModelTarget, Relation, gathered, layout_rows
 from bi_kernels.contract import CONTRACT, DTYPES, EPS, rounding
 from bi_kernels.tokens import TokenLayout
+from mutation.functions import WIDTH, Tensors, functions
 
 LENGTHS = 5, 1, 17, 33, 9
 EXPERTS, CHOICES = 7, 3
-WIDTH, HEADS, VOCABULARY, LONGEST = 32, 2, 40, 33
+HEADS, VOCABULARY, LONGEST = 2, 40, 33
 FAMILIES = "qwen3_moe", "gpt_oss"  # beside the one that the audit of Transformers judges
-Tensors = dict[str, Tensor]
 
 
 def layout_of(call: Call) -> TokenLayout:
@@ -337,182 +336,9 @@ class Routed(StepTarget):
         return torch.func.functional_call(self.model, parameters, (given["ids"],))
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-def _loss(row: Tensor, reduction: str) -> Tensor:
-    return F.cross_entropy(torch.stack((row, -row)), row.argmin(-1).expand(2), reduction=reduction)
-
-
-def _wide_attention(x: Tensor, width: int) -> Tensor:
-    heads = torch.cat([x] * 9, -1)[:, None, None, :width]
-    return F.scaled_dot_product_attention(*[heads] * 3)
-
-
-FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of x (rows, WIDTH) and a parameter w (WIDTH, WIDTH)
-    "mm": lambda x, w: x.mm(w),
-    "addmm": lambda x, w: torch.addmm(w[0], x, w),
-    "addmm, beta": lambda x, w: torch.addmm(x, x, w, beta=0.5, alpha=-2.0),
-    "matmul": lambda x, w: x[:, None] @ w,
-    "matrix and vector": lambda x, w: x @ w[0],
-    "bmm": lambda x, w: torch.bmm(x[:, None], w.expand(len(x), -1, -1)),
-    "softmax": lambda x, w: F.softmax(x, -1),
-    "softmax over the first of two": lambda x, w: x.unflatten(-1, (4, 8)).softmax(1),
-    "log_softmax": lambda x, w: x.log_softmax(-1),
-    "mean of two": lambda x, w: x.unflatten(-1, (4, 8)).mean((1, 2)),
-    "sum": lambda x, w: x.sum(1),
-    "norm": lambda x, w: torch.linalg.vector_norm(x, dim=-1),
-    "patches": lambda x, w: F.conv1d(x.unflatten(-1, (2, 16)), w[:6, :8].reshape(6, 2, 4), w[0, :6], 4),
-    "topk": lambda x, w: x.round().topk(5).values,
-    "cross_entropy": lambda x, w: F.cross_entropy(x, x.argmin(-1), reduction="none"),
-    "plus a row": lambda x, w: x + w[0],
-    "plus numbers": lambda x, w: x + torch.linspace(-1, 1, WIDTH, device=x.device, dtype=x.dtype),
-    "a row minus": lambda x, w: w[0] - 2 * x,
-    "times a row": lambda x, w: x * w[0],
-    "over a row": lambda x, w: x / (2 + w[0].abs()),
-    "times a number": lambda x, w: x * w[0, 0],
-    "where": lambda x, w: torch.where(x > 0, x, w[0]),
-    "lerp": lambda x, w: torch.lerp(x, w[0], 0.25),
-    "expand_as": lambda x, w: w[0].expand_as(x) * x,
-    "expand": lambda x, w: w[0].expand(len(x), WIDTH) * x,
-    "expand, -1": lambda x, w: w[:1].expand(len(x), -1) * x,
-    "broadcast_to": lambda x, w: torch.broadcast_to(w[0], x.shape) * x,
-    "repeat": lambda x, w: w[0].repeat(len(x), 2)[:, 16:48] * x,
-    "repeat_interleave": lambda x, w: x.unflatten(-1, (4, 8)).repeat_interleave(3, 1).flatten(1),
-    "repeat_interleave of a row": lambda x, w: w[0, :4].repeat_interleave(8, 0) * x,
-    "stack": lambda x, w: torch.stack((x, x * w[0]), 1),
-    "linear": lambda x, w: F.linear(x, w),
-    "linear, bias": lambda x, w: F.linear(x, w, w[0]),
-    "linear, transposed": lambda x, w: x @ w.T,
-    "mm across": lambda x, w: x @ w,
-    "vector": lambda x, w: w[0] @ x.T,
-    "baddbmm": lambda x, w: torch.baddbmm(x[:, None], x[:, None], w.expand(len(x), -1, -1), beta=2.0, alpha=0.5),
-    "addmm, bias": lambda x, w: torch.addmm(w[0], x, w, beta=0.5),
-    "batched": lambda x, w: x.unflatten(-1, (1, 4, 8)) @ w[:8, :16].unflatten(0, (1, 8)),
-    "outer": lambda x, w: x[:, :, None] @ w[:1, None].expand(len(x), 1, WIDTH),
-    "layer_norm": lambda x, w: F.layer_norm(x, (WIDTH,), w[0], w[1]),
-    "layer_norm, plain": lambda x, w: F.layer_norm(x, (WIDTH,)),
-    "rms_norm": lambda x, w: F.rms_norm(x, (WIDTH,), w[0]),
-    "rms_norm, eps": lambda x, w: F.rms_norm(x, (WIDTH,), None, 0.1),
-    "normalize": lambda x, w: F.normalize(x, dim=-1),
-    "mean": lambda x, w: x.mean(-1, keepdim=True) * x,
-    "mean in fp32": lambda x, w: x.mean(-1, dtype=_wide(x)),
-    "sum of two": lambda x, w: x.unflatten(-1, (4, 8)).sum((-1, 1), keepdim=True)[..., 0, 0],
-    "sum of all but rows": lambda x, w: x.unflatten(-1, (4, 8)).sum((2, 1)),
-    "softmax in fp32": lambda x, w: x.softmax(-1, _wide(x)),
-    "logsumexp": lambda x, w: torch.log_softmax(x, 1, dtype=_wide(x)),
-    "cross_entropy, sums": lambda x, w: torch.stack([_loss(row, "sum") for row in x]),
-    "cross_entropy, means": lambda x, w: torch.stack([_loss(row, "mean") for row in x]),
-    "attention of 256": lambda x, w: _wide_attention(x, 256),
-    "attention": lambda x, w: F.scaled_dot_product_attention(*[x.view(-1, 2, 4, 4)] * 3, is_causal=True).flatten(1),
-    "attention, grouped": lambda x, w: F.scaled_dot_product_attention(
-        x.view(-1, 2, 4, 4), *[x.view(-1, 2, 4, 4)[:, :1]] * 2, enable_gqa=True, scale=0.3
-    ).flatten(1),
-    "sort": lambda x, w: x.round().sort(-1, descending=True).values,
-    "topk, least": lambda x, w: x.topk(3, largest=False).values,
-    "topk of columns": lambda x, w: x.unflatten(-1, (4, 8)).topk(2, 1).values,
-    "gelu": lambda x, w: F.gelu(x, approximate="tanh"),
-    "silu": lambda x, w: F.silu(x * w[0]),
-    "conv2d": lambda x, w: F.conv2d(x.view(-1, 2, 4, 4), w[:6, :8].reshape(6, 2, 2, 2), w[0, :6], 2).flatten(1),
-    "embedding": lambda x, w: F.embedding(x.argmax(-1), w) * x,
-    "index": lambda x, w: w[x.argmax(-1)] * x,
-    "index of a row": lambda x, w: w[0][x.argmax(-1)][:, None] * x,
-    "cast": lambda x, w: x * w[0].float().to(x.dtype),
-    "sliced": lambda x, w: F.linear(x[:, :16], w[:, :16]),
-    "chunked": lambda x, w: torch.cat([F.linear(x, part) for part in w.chunk(2)], -1),
-    "flattened": lambda x, w: F.linear(x, w.flatten().view(WIDTH, WIDTH)),
-    "permuted": lambda x, w: F.linear(x, w.permute(1, 0)),
-    "in three dimensions": lambda x, w: F.linear(x[:, None], w)[:, 0],
-}
-UNTRAINED = {  # whose gradients of w have no batch-invariant form
-    *(
-        "matrix and vector",
-        "patches",
-        "over a row",
-        "repeat",
-        "repeat_interleave of a row",
-        "addmm, bias",
-        "batched",
-        "conv2d",
-        "sliced",
-    )
-}
-REFUSED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # likewise, what has no batch-invariant form at all
-    "cumsum": lambda x, w: x.cumsum(0),
-    "norm of 1": lambda x, w: x.norm(1, -1),
-    "norm of all": lambda x, w: x.norm(),
-    "fp64": lambda x, w: x.double().sum(-1),
-    "softmax of nothing": lambda x, w: F.softmax(x.double(), -1),
-    "conv1d overlapping": lambda x, w: F.conv1d(x.unflatten(-1, (2, 16)), w[:6, :8].reshape(6, 2, 4), None, 2),
-    "conv1d padded": lambda x, w: F.conv1d(x.unflatten(-1, (2, 16)), w[:6, :8].reshape(6, 2, 4), None, 4, 4),
-    "conv grouped": lambda x, w: F.conv1d(x.unflatten(-1, (2, 16)), w[:6, :4].reshape(6, 1, 4), None, 4, 0, 1, 2),
-    "attention of 257": lambda x, w: _wide_attention(x, 257),
-    "masked attention": lambda x, w: F.scaled_dot_product_attention(
-        *[x.view(-1, 2, 4, 4)] * 3, attn_mask=torch.ones(4, 4, dtype=torch.bool)
-    ),
-    "label smoothing": lambda x, w: F.cross_entropy(x, x.argmin(-1), label_smoothing=0.1),
-    "weights of classes": lambda x, w: F.cross_entropy(x, x.argmin(-1), w[0].abs()),
-    "embedding by frequency": lambda x, w: F.embedding(x.argmax(-1), w, scale_grad_by_freq=True),
-    "layer_norm of two": lambda x, w: F.layer_norm(x.unflatten(-1, (4, 8)), (4, 8)),
-    "dropout": lambda x, w: F.dropout(x, 0.5),
-    "repeats": lambda x, w: x.repeat_interleave(torch.arange(1, 1 + len(x), device=x.device), 0),
-    "repeats of all": lambda x, w: x.repeat_interleave(2),
-    "var": lambda x, w: x.var(-1),
-    "prod": lambda x, w: x.prod(-1),
-    "einsum": lambda x, w: torch.einsum("rk,nk->rn", x, w),
-}
-ROWS = 3  # of x
-
-
-def _called(name: str, x: Tensor, w: Tensor, ours: bool) -> Tensors:
-    """Returns what a function gives, and the gradients of x and w: that of w in its main_grad under our mode."""
-    x, w, trains = x.clone(), w.clone(), name not in UNTRAINED
-    w, x = nn.Parameter(w, requires_grad=trains), x.requires_grad_(trains)
-    if ours:
-        w.main_grad = torch.zeros_like(w, dtype=torch.float32)
-    with bi_kernels.batch_invariant_mode(strict=True) if ours else nullcontext(), TokenLayout.packed([0, len(x)]):
-        y = FUNCTIONS[name](x, w)
-    if y.requires_grad:
-        dy = torch.linspace(-1, 1, y[0].numel(), device=y.device, dtype=torch.float64).view(y[0].shape)
-        y.backward(dy.to(y.dtype).expand(y.shape))
-    grads = {"dx": x.grad, "dw": w.main_grad if ours and w.grad is None else w.grad}
-    zeros = lambda k: torch.zeros_like(x if k == "dx" else w)
-    return {"": y.detach()} | {k: zeros(k) if g is None else g for k, g in grads.items()}
-
-
-def _refuses(call: Callable, *given: Tensor) -> bool:
-    try:
-        with bi_kernels.batch_invariant_mode(strict=True):
-            call(*given)
-    except ValueError:
-        return True
-    return False
-
-
 def mode(dtype: str, device: str, seed: int) -> Iterator[Row]:
     target = Routed(dtype, device, seed)
-    g = generator(target.device, seed, "mutants", "functions")
-    draw = lambda rows: torch.randn(rows, WIDTH, generator=g, device=target.device).to(target.dtype)
-    x, w = draw(ROWS), draw(WIDTH)
-    for name in FUNCTIONS:
-        said = {"against": "each row alone", "tensor": name}
-        whole, *alone = (_called(name, part, w, True) for part in (x, *x.split(1)))
-        for k in ("", "dx"):
-            drift = compare(torch.cat([found[k] for found in alone]), whole[k])
-            yield target.row(Relation.INVARIANCE, "rows", drift, **said | {"tensor": f"{name} {k}".strip()})
-        theirs = (_called(name, x.to(dtype), w.to(dtype), False) for dtype in (x.dtype, torch.float64))
-        yield from accuracy(target, "rows", whole, *theirs, of=f"{name} ", times=8)
-    ties = torch.tensor([[1.0, 3.0, 3.0, 3.0, 2.0]], device=target.device)
-    with bi_kernels.batch_invariant_mode():
-        at = ties.topk(3).indices
-    drift = compare(at, torch.tensor([[1, 2, 3]], device=target.device))
-    yield target.row(Relation.CONTRACTED, "ties", drift, "in ascending order", tensor="topk")
-    w = nn.Parameter(w)
-    w.main_grad = torch.zeros_like(w, dtype=torch.float32)
-    for name, call in REFUSED.items() | {name: FUNCTIONS[name] for name in UNTRAINED}.items():
-        drift = Drift(int(not _refuses(call, x.clone().requires_grad_(), w)), 1)
-        yield target.row(Relation.CONTRACTED, "strict", drift, "refused", tensor=name)
+    yield from functions(target, dtype, seed, accuracy)
     yield from target.rows()
 
 

@@ -17,6 +17,7 @@ from bi_kernels.audit.compare import Drift, compare
 from bi_kernels.audit.findings import NEEDS_FIX, Row
 from bi_kernels.audit.fuzz import cases as drawn_cases
 from bi_kernels.audit.fuzz import checks as drawn
+from bi_kernels.audit.inputs import generator
 from bi_kernels.audit.memory import in_turn
 from bi_kernels.audit.registry import OPS
 from bi_kernels.audit.targets.op import CANCELLING, OpUnderTest
@@ -228,15 +229,37 @@ def _gated(session) -> Iterator[Row]:
 
 
 def _by_columns(session) -> Iterator[Row]:
-    """Judges products of experts whose rows are stored column by column."""
+    """Judges products of experts whose rows, or weights, are stored column by column."""
+    s, ends = session.make()[0], (5, 5, 16)
+    p = s.problem
+    g = generator(p.device, p.seed, "mutants", "columns")
+    draw = lambda *shape: torch.randn(shape, generator=g, device=p.device).to(p.dtype)
+    x, w = draw(ends[-1], 64), draw(len(ends), 24, 64)
+    offsets, columns = torch.tensor(ends, dtype=torch.int32, device=p.device), w.mT.contiguous()
+    made = lambda *given, **how: bi_kernels.grouped_linear(*given, offsets, **how)
+    drifts = {
+        "rows in columns": lambda: compare(made(sm_90.turned(x), w), made(x, w)),
+        "weights in columns": lambda: compare(made(x, columns.mT), made(x, w)),
+        "transposed weights": lambda: compare(made(x, columns, transposed=True), made(x, w)),
+    }
+    for name, drift in drifts.items():
+        yield from s.attempt("invariance", name, drift, against="rows")
+
+
+def _weightless(session) -> Iterator[Row]:
+    """Judges a norm without a weight, and its gradient, compiled against not."""
     s = session.make()[0]
-    x, experts, weight = s.problem.arguments(*s.problem.inputs(CANCELLING, 16))
-    experts, order = experts.sort()
-    ends = torch.searchsorted(experts, torch.arange(len(weight), device=x.device), right=True).to(torch.int32)
-    made = lambda view: bi_kernels.grouped_linear(view(x[order]), weight, ends)
-    yield from s.attempt(
-        "invariance", "columns", lambda: compare(made(sm_90.turned), made(torch.clone)), against="rows"
-    )
+    x = s.problem.inputs("normal", 9)[0]["x"]
+
+    def made(call: Callable) -> tuple[torch.Tensor, ...]:
+        leaf = x.clone().requires_grad_()
+        y = call(leaf, None)
+        return y.detach(), *torch.autograd.grad(y, leaf, torch.ones_like(y))
+
+    torch.compiler.reset()
+    compiled = torch.compile(bi_kernels.rms_norm, backend="aot_eager", fullgraph=True)
+    drift = lambda: compare(made(compiled), made(bi_kernels.rms_norm))
+    yield from s.attempt("parity", "without a weight, compiled", drift, against="eager")
 
 
 def _row_sum(session) -> Iterator[Row]:
@@ -258,6 +281,7 @@ MORE: dict[str, Callable] = {
     "linear": lambda session: [*gemm.tiles(session)[0], *gemm.slabs(session)[0]],
     "linear_bias": lambda session: (r for r in gemm.remembered(session)[0] if not r.control),
     "routed_linear": _by_columns,
+    "rms_norm": _weightless,
     "lm_head_logprob": _vocabulary,
     "embedding": _embedding,
     "row_sum": _row_sum,
