@@ -153,13 +153,12 @@ def check_equivalents(
 
 
 def population(mutants: Sequence[Mutant], names: Sequence[str], patterns: str = "") -> dict:
-    """Returns how many mutants there are to draw from: by hand, generated, and in each file. names: of the audits;
-    patterns: of files."""
+    """Returns how many mutants there are to draw from: by hand, generated, and in each file; and how they are judged.
+    names: of the audits; patterns: of files."""
     by_hand = sum(m.operator.startswith(HAND_MADE) for m in mutants)
-    files = dict(Counter(m.file for m in mutants))
-    return {"audits": [*names], "hand-made": by_hand, "generated": len(mutants) - by_hand, "files": files} | (
-        {"patterns": patterns} if patterns else {}
-    )
+    number = {"hand-made": by_hand, "generated": len(mutants) - by_hand}
+    found = {"audits": [*names], **number, "files": dict(Counter(m.file for m in mutants)), "method": METHOD}
+    return found | ({"patterns": patterns} if patterns else {})
 
 
 def left_alone(found: Sequence[dict], there: dict) -> str:
@@ -204,7 +203,7 @@ def write(folder: Path) -> None:
     parts = [
         "# Mutants: which bugs of our own kernels do the audits see?",
         f"**{summary(found, there)}** {left_alone(found, there)}",
-        METHOD,
+        there["method"],
         tables.facts(made).data,
         f"![{title(found)}](mutants.png)",
         f"## By operator\n\n{by(found, 'operator')}",
