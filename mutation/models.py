@@ -355,6 +355,7 @@ def transformers(dtype: str, device: str, seed: int) -> Iterator[Row]:
         target = adapter.TransformersTarget(session, name, dtype, model)
         drift, _ = adapter.generated(session, model, "dynamic")
         yield target.row(Relation.PARITY, "generated", drift, "rescored packed")
+        yield from layout_rows(target, (*adapter.CHECKPOINTING, "left_padded", "packed:positions"))
         for family in FAMILIES:
             yield from _family_rows(session, target, family, dtype)
         model = _built(session, name, dtype, attention_dropout=0.1)

@@ -48,7 +48,9 @@ WIDE = {
     "qk_norm": {"heads": 3},
     "rope": {"heads": 3},
     "row_sum": {"mlp": 5_000},
-    "softmax": {"vocab": 5_000},
+    "softmax": {"vocab": 5_009},  # one more than a multiple of 16, so that rows begin anywhere
+    "log_softmax": {"vocab": 113},
+    "token_logprob": {"vocab": 113},
 }
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -27,6 +28,8 @@ from mutation.reach import ALL, SM_90, SOME, on_hopper, ops_for, package
 PRELOAD = "torch", "triton", "numpy", "numba", "torch.fx.experimental.symbolic_shapes"
 # which judge nothing: files and folders of this package, and of the one that is broken
 TELL = {"command.py", "document.py", "plan.py", "cli.py", "options.py", "index", "report"}
+# of which no op's questions know anything: `MODELS` alone, and what they judge
+OF_MODELS = {"models.py", "functions.py", "classified.py", "mode", "integrations"}
 GRACE = 20  # seconds before the end of a run's time, after which no mutant begins
 # seconds that a mutant has at least, as several share a GPU; more where the clean package takes long
 LEAST = {"cpu": 90, "cuda": 300}
@@ -38,10 +41,13 @@ OPEN = "open"  # the verdict where time ran out
 SEEDS = 0, 1, 2  # what kills by luck of one of them is not caught
 
 
-def made_of() -> str:
-    """Returns a digest of what is broken and of what judges it: verdicts of other sources do not count."""
+@cache
+def made_of(by_model: bool) -> str:
+    """Returns a digest of what is broken and of what judges it, ops alone or models too: verdicts of other sources do
+    not count."""
     digest, folders = hashlib.sha256(), (package(), Path(__file__).parent, parameters.notebooks() / "helpers")
-    judges = lambda folder, path: TELL.isdisjoint(path.relative_to(folder).parts)
+    left = TELL | (set() if by_model else OF_MODELS)
+    judges = lambda folder, path: left.isdisjoint(path.relative_to(folder).parts)
     every = [path for folder in folders for path in sorted(folder.rglob("*.py")) if judges(folder, path)]
     for path in [*every, package() / "contract.toml"]:
         digest.update(path.read_bytes())
@@ -193,13 +199,21 @@ def judged(
     every other one afterwards, in the stages that killed with it. tell: gets each verdict as it comes, and how many are
     left. Raises ValueError, which names each op that needs a fix before it is broken.
     """
-    own, known, passed = {"made": made_of(), "device": device, "seeds": len(seeds)}, {}, {}
+    known, passed, asked = {}, {}, {m.id: asks_of(m) for m in chosen}
     key = lambda found: found.get("id") or _asked_of_clean(found)
+
+    def own(found: dict) -> dict:
+        """Returns what a verdict says where it is of these sources."""
+        ops = {ask[0] for ask in asked.get(found["id"], ())} if "id" in found else {found["op"]}
+        return {"made": made_of(by_model=not ops <= OPS.keys()), "device": device, "seeds": len(seeds)}
+
     for line in kept.read_text(encoding="utf-8").splitlines() if kept.exists() else ():
         found = json.loads(line)
-        if own.items() <= found.items() and found["verdict"] == OPEN:
+        if not own(found).items() <= found.items():
+            continue
+        if found["verdict"] == OPEN:
             passed[found["id"]] = found["passed"]
-        elif own.items() <= found.items():
+        else:
             known[key(found)] = found
     with ThreadPoolExecutor(jobs) as pool, copies(jobs, device) as call, kept.open("a", encoding="utf-8") as file:
 
@@ -215,6 +229,7 @@ def judged(
                     yield running.pop(task), task.result()
 
         def keep(found: dict) -> None:
+            found = own(found) | found
             if found["verdict"] != OPEN:
                 known[key(found)] = found
             file.write(json.dumps(found) + "\n")
@@ -230,14 +245,14 @@ def judged(
             for of, found in every(tasks):
                 if isinstance(of, Mutant):
                     if found["verdict"] != OPEN:
-                        keep(own | {"id": of.id} | said(of) | found)
+                        keep({"id": of.id} | said(of) | found)
                         tell(found, left := left - 1)
                     elif len(found["passed"]) > len(passed.get(of.id, ())):
-                        keep(own | {"id": of.id} | found)
+                        keep({"id": of.id} | found)
                     continue
                 unbroken.discard(of)
                 if found["verdict"] == "survived":
-                    keep(own | found | dict(zip(("op", "dtype", "depth", "seed", "only"), of)))
+                    keep(found | dict(zip(("op", "dtype", "depth", "seed", "only"), of)))
                 elif found["verdict"] != OPEN:
                     wrong.append(f"{of[0]} in {found['relation']} {found['layout']} ({found['detail']})")
                 if wrong and not unbroken:
@@ -247,7 +262,7 @@ def judged(
         try:
             for number, m in enumerate([m for m in chosen if m.id in known], 1):
                 tell(known[m.id], len(chosen) - number)
-            todo = {m: asks_of(m) for m in chosen if m.id not in known}
+            todo = {m: asked[m.id] for m in chosen if m.id not in known}
             clean = lambda asks: [(*ask, seeds[0], ()) for ask in asks]
             kinds = sorted({ask for asks in todo.values() for ask in asks}, key=lambda ask: (not attends(ask[0]), ask))
 

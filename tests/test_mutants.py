@@ -630,3 +630,12 @@ def test_a_mutant_that_hangs_or_ends_its_process_is_killed():
     assert cut["verdict"] == "open" and (cut["passed"][0]["stage"], cut["passed"][0]["checks"]) == ("values", 2)
     assert (silent["relation"], silent["detail"]) == ("time", "an answer took more than 5 s")
     assert 0 < fine["longest"] <= fine["seconds"]
+
+
+def test_a_verdict_on_an_op_outlives_a_change_of_what_judges_models_alone(monkeypatch):
+    digests = lambda: (run.made_of.cache_clear(), [run.made_of(by_model) for by_model in (False, True)])[1]
+    before, read = digests(), Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read(path) + b"#" * (path.name == "functions.py"))
+    ops, models = digests()
+    monkeypatch.undo()
+    assert ops == before[0] and models != before[1] and digests() == before
