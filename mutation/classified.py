@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from transformers import AutoConfig
+from transformers.models.gemma import modeling_gemma as gemma
 from transformers.models.llama import modeling_llama as llama
 from transformers.models.mistral import modeling_mistral as mistral
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
@@ -68,6 +69,7 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], str, bool]] = {
     "LayerNorm": (lambda: nn.LayerNorm(4), "Norm", False),
     "LayerNorm of two": (lambda: nn.LayerNorm((4, 4)), "", True),
     "RMSNorm": (lambda: nn.RMSNorm(4), "Norm", False),
+    "RMSNorm of Gemma": (lambda: gemma.GemmaRMSNorm(4), "Norm", False),
     "MLP": (lambda: qwen3.Qwen3MLP(_config()), "MLP", False),
     "MLP of nn.SiLU": (lambda: _Copied(nn.SiLU()), "MLP", False),
     "MLP of GELU": (lambda: qwen3.Qwen3MLP(_config(hidden_act="gelu")), "", True),

@@ -3,7 +3,6 @@
 Each is a step in several layouts, as the audits of whole models judge it, and is held to PyTorch's own results in fp64.
 """
 
-import copy
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 
@@ -12,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bi_kernels
-from bi_kernels.audit import load
 from bi_kernels.audit.compare import Drift, compare
 from bi_kernels.audit.findings import Row
 from bi_kernels.audit.inputs import generator
@@ -27,7 +25,6 @@ from mutation.functions import WIDTH, Tensors, functions
 LENGTHS = 5, 1, 17, 33, 9
 EXPERTS, CHOICES = 7, 3
 HEADS, VOCABULARY, LONGEST = 2, 40, 33
-FAMILIES = "qwen3_moe", "gpt_oss"  # beside the one that the audit of Transformers judges
 
 
 def layout_of(call: Call) -> TokenLayout:
@@ -340,95 +337,3 @@ def mode(dtype: str, device: str, seed: int) -> Iterator[Row]:
     target = Routed(dtype, device, seed)
     yield from functions(target, dtype, seed, accuracy)
     yield from target.rows()
-
-
-def transformers(dtype: str, device: str, seed: int) -> Iterator[Row]:
-    """Yields the quick rows of the audit of Transformers, those of a mixture, and of what `apply` says."""
-    given = {"dtype": dtype, "device": device, "seed": seed, "checks": "quick"}
-    session = load("transformers", given)
-    adapter = session.adapter()
-    with session.quiet():
-        yield from _classified(Experts(dtype, device, seed))
-        yield from adapter.rows(session, dtype)
-        name = next(iter(adapter.CONFIGS))
-        model = adapter.build(session, name, dtype)
-        target = adapter.TransformersTarget(session, name, dtype, model)
-        drift, _ = adapter.generated(session, model, "dynamic")
-        yield target.row(Relation.PARITY, "generated", drift, "rescored packed")
-        yield from layout_rows(target, (*adapter.CHECKPOINTING, "left_padded", "packed:positions"))
-        for family in FAMILIES:
-            yield from _family_rows(session, target, family, dtype)
-        model = _built(session, name, dtype, attention_dropout=0.1)
-        yield _answer(target, model.train(), False, "dropout")
-
-
-def _classified(target: ModelTarget) -> Iterator[Row]:
-    from bi_kernels.integrations.transformers.classify import classify  # noqa: PLC0415 (an optional package)
-    from mutation.classified import MODULES  # noqa: PLC0415 (likewise)
-
-    for name, (make, expected, says) in MODULES.items():
-        kind, why = classify(make())
-        wrong = ((kind.__name__ if kind else "") != expected) + (bool(why) != says)
-        yield target.row(Relation.CONTRACTED, "classify", Drift(int(wrong), 2), tensor=name, detail=why[:200])
-
-
-def _built(session, family: str, dtype: str, **changed) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 (an optional package)
-
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24}
-    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    sizes |= {"num_experts": 5, "num_local_experts": 5, "num_experts_per_tok": 2, "max_position_embeddings": 128}
-    sizes |= {"pad_token_id": 0, "eos_token_id": None, "bos_token_id": None, "sliding_window": 16}
-    config = AutoConfig.for_model(family, **sizes | changed)
-    config._experts_implementation = "eager"  # the others know no fp64
-    g = generator(session.device, session.parameters["seed"], "mutants", family)
-    with torch.device(session.device):
-        model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[dtype], attn_implementation="eager")
-    with torch.no_grad():
-        for p in model.parameters():
-            drawn = torch.randn(p.shape, generator=g, device=p.device)
-            p.copy_(drawn * p.shape[-1] ** -0.5 if p.dim() > 1 else 1 + drawn / 8)
-    return model
-
-
-def _answer(target: ModelTarget, model: nn.Module, expected: bool, tensor: str, **how) -> Row:
-    """Returns the row of whether `apply` says what is so."""
-    from bi_kernels.integrations.transformers import apply  # noqa: PLC0415 (an optional package)
-
-    report = apply(model, **how)
-    wrong = (report.batch_invariant != expected) + (report.split_invariant != expected)
-    return target.row(Relation.CONTRACTED, "apply", Drift(int(wrong), 2), tensor=tensor, detail=str(report)[:200])
-
-
-def _family_rows(session, target: ModelTarget, family: str, dtype: str) -> Iterator[Row]:
-    model = _built(session, family, dtype)
-    exact, theirs = copy.deepcopy(model).double(), copy.deepcopy(model)
-    ids = torch.randint(1, 64, (2, 21), generator=generator("cpu", 0, "mutants", "ids")).to(session.device)
-    yield _answer(target, model, True, family, check=True)
-
-    def step(model: nn.Module) -> Tensors:
-        for _ in range(2):
-            y = model(ids, use_cache=False).logits
-            dy = torch.linspace(-1, 1, y.numel(), device=y.device, dtype=torch.float64).view(y.shape).sin()
-            y.backward(dy.to(y.dtype))
-            for p in model.parameters():  # as somebody leaves it who clips it
-                p.grad = None if p.grad is None else p.grad.clone()
-        return {"logits": y.detach()} | {name: p.grad for name, p in model.named_parameters()}
-
-    following = ids[:, 1:, None]
-    with torch.no_grad():
-        scores = [
-            m(ids, use_cache=False).logits.log_softmax(-1)[:, :-1].gather(-1, following)[..., 0]
-            for m in (theirs, exact)
-        ]
-        found = session.adapter().logprobs(model, ids)[0][:, :-1]
-    yield from accuracy(target, "logprobs", *({"": t} for t in (found, *scores)), of=f"{family}, logprobs")
-    results = map(step, (model.eval(), theirs.eval(), exact.eval()))
-    yield from accuracy(target, "before apply", *results, of=f"{family}, ")
-
-
-MODELS: dict[str, Callable[[str, str, int], Iterator[Row]]] = {
-    "experts": experts,
-    "mode": mode,
-    "transformers": transformers,
-}

@@ -22,11 +22,11 @@ from bi_kernels.audit.memory import in_turn
 from bi_kernels.audit.registry import OPS
 from bi_kernels.audit.targets.op import CANCELLING, OpUnderTest
 from helpers import attention, attention_edges, elementwise, gemm, vocabulary, without_main_grad
-from mutation import sm_90
+from mutation import adapter, models, sm_90
 from mutation.judge import PASSED
-from mutation.models import MODELS
 from mutation.reach import ALL, LARGE, SM_90
 
+MODELS = {"experts": models.experts, "mode": models.mode, "transformers": adapter.transformers}
 QUICK = ("singles", "batch", "left_padded:16", "chunked:7", "decode")
 MANY = 70_000  # tokens of which the LM head computes the logits in three parts
 DRAWN = 8  # cases, as in the audit of drawn cases on the interpreter

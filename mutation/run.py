@@ -29,7 +29,7 @@ PRELOAD = "torch", "triton", "numpy", "numba", "torch.fx.experimental.symbolic_s
 # which judge nothing: files and folders of this package, and of the one that is broken
 TELL = {"command.py", "document.py", "plan.py", "cli.py", "options.py", "index", "report"}
 # of which no op's questions know anything: `MODELS` alone, and what they judge
-OF_MODELS = {"models.py", "functions.py", "classified.py", "mode", "integrations"}
+OF_MODELS = {"models.py", "functions.py", "adapter.py", "classified.py", "mode", "integrations"}
 GRACE = 20  # seconds before the end of a run's time, after which no mutant begins
 # seconds that a mutant has at least, as several share a GPU; more where the clean package takes long
 LEAST = {"cpu": 90, "cuda": 300}

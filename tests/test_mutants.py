@@ -26,7 +26,7 @@ from bi_kernels.audit.registry import OPS
 from bi_kernels.audit.targets.model import layout_rows
 from bi_kernels.ops.gemm.kernel import INTERPRETED, launch
 from bi_kernels.tokens import TokenLayout
-from mutation import document, models, operators, plan, questions, run, sm_90
+from mutation import adapter, document, functions, models, operators, plan, questions, run, sm_90
 from mutation.judge import PASSED
 from mutation.reach import ALL, LARGE, SM_90, SOME, on_hopper, ops_for, package, sources
 from mutation.run import SEEDS, Copy, copies, judged
@@ -271,14 +271,17 @@ def test_attention_is_asked_at_sizes_of_its_own_and_products_are_held_to_tritons
 def test_functions_of_the_mode_and_classes_of_the_adapter_pass_and_are_caught(monkeypatch):
     monkeypatch.setattr(models.Routed, "rows", lambda self: iter(()))
     wrong = lambda rows: {r.tensor for r in rows if r.verdict != "pass"}
-    assert not wrong(models.mode("fp32", "cpu", 0)) and not wrong(models._classified(models.Experts("fp32", "cpu", 0)))
-    monkeypatch.setattr(models, "FUNCTIONS", {"by rows": lambda x, w: (x @ w) * (1 + (len(x) > 1))})
-    monkeypatch.setattr(models, "UNTRAINED", set())
-    monkeypatch.setattr(models, "REFUSED", {"nothing": lambda x, w: x @ w})
+    experts = models.Experts("fp32", "cpu", 0)
+    assert not wrong(models.mode("fp32", "cpu", 0)) and not wrong(adapter._classified(experts))
+    by_rows, none = {"by rows": lambda x, w: (x @ w) * (1 + (len(x) > 1))}, {}
+    for name, asked in {"FUNCTIONS": by_rows, "COMPUTED": none, "UNTRAINED": set(), "SAME": none}.items():
+        monkeypatch.setattr(functions, name, asked)
+    monkeypatch.setattr(functions, "AUTOCAST", ("by rows",))
+    monkeypatch.setattr(functions, "REFUSED", {"nothing": lambda x, w: x @ w})
     assert {"nothing", "by rows"} <= wrong(models.mode("fp32", "cpu", 0))
     classify = importlib.import_module("bi_kernels.integrations.transformers.classify")
     monkeypatch.setattr(classify, "classify", lambda module: (None, ""))
-    assert len(wrong(models._classified(models.Experts("fp32", "cpu", 0)))) > 20
+    assert len(wrong(adapter._classified(experts))) > 20
 
 
 def test_files_that_match_nothing_are_refused(every):
