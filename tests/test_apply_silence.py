@@ -294,6 +294,11 @@ def test_a_forward_that_is_set_after_apply_is_folded(forward, monkeypatch):
     assert drifting(patched(forward, on_class=True)) == []
 
 
+def test_a_forward_that_is_set_gives_as_many_logits_as_are_asked_for():
+    model = patched(reads_its_head).train()
+    assert torch.equal(model(IDS, logits_to_keep=2).logits, model(IDS).logits[:, -2:])
+
+
 def test_the_control_of_forwards_that_are_set():
     model = built("qwen3", 1)
     model.forward = types.MethodType(reads_its_head, model)

@@ -359,7 +359,7 @@ def _in_a_call(self: nn.Module, forward: Callable, args: tuple, kwargs: dict, is
             at = 0 if given.get("labels") is None else 1
             out = (*out[:at], out[at][:, kept], *out[at + 1 :])
         elif getattr(out, "logits", None) is not None:
-            out["logits"] = out.logits[:, kept]
+            out.logits = out.logits[:, kept]
     if ours:
         whole, promised = own(sharded), self.__dict__.get(FOLDED, ())
         named = {n: whole.get(id(p), p) for n, p in self.named_parameters() if p.requires_grad and n in promised}
