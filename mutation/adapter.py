@@ -13,12 +13,13 @@ from bi_kernels.audit import load
 from bi_kernels.audit.compare import Drift, compare
 from bi_kernels.audit.findings import Row
 from bi_kernels.audit.inputs import generator
+from bi_kernels.audit.layouts import unaligned
 from bi_kernels.audit.targets.model import ModelTarget, Relation, layout_rows, mode_rows
 from bi_kernels.contract import DTYPES
 from mutation.functions import Tensors
 from mutation.models import Experts, accuracy
 
-FAMILIES = "qwen3_moe", "gpt_oss"  # beside the one that the audit of Transformers judges
+FAMILIES = "qwen3_moe", "gpt_oss", "gemma3_text"  # beside the one that the audit of Transformers judges
 
 
 def transformers(dtype: str, device: str, seed: int) -> Iterator[Row]:
@@ -41,6 +42,9 @@ def transformers(dtype: str, device: str, seed: int) -> Iterator[Row]:
         yield from _as_called(session, target, dtype)
         model = _built(session, name, dtype, attention_dropout=0.1)
         yield _answer(target, model.train(), False, "dropout")
+        x = torch.ones(5, 32, dtype=DTYPES[dtype], device=session.device)
+        alone = model.model.layers[0].mlp(x)  # allowed, where no gradient is promised
+        yield target.row(Relation.CONTRACTED, "a part alone", Drift(int(not alone.requires_grad), 1), "a gradient")
 
 
 def _as_called(session, target: ModelTarget, dtype: str) -> Iterator[Row]:
@@ -58,8 +62,11 @@ def _as_called(session, target: ModelTarget, dtype: str) -> Iterator[Row]:
 
     (drift, _), _ = batched(session, adapter.build(session, "qwen3", dtype), True, 3)
     yield row(Relation.PARITY, "generate_batch", drift, "rescored packed")
-    drift, _ = adapter.generated(session, adapter.build(session, "mistral", dtype), "dynamic")
+    windowed = adapter.build(session, "mistral", dtype)
+    drift, _ = adapter.generated(session, windowed, "dynamic")
     yield row(Relation.PARITY, "generated beyond a window", drift, "rescored packed")
+    (drift, _), _ = batched(session, windowed, True, 3)
+    yield row(Relation.PARITY, "generate_batch beyond a window", drift, "rescored packed")
 
     model = _built(session, "qwen3", dtype)
     before = [sorted(vars(p)) for p in model.parameters()]
@@ -81,19 +88,27 @@ def _as_called(session, target: ModelTarget, dtype: str) -> Iterator[Row]:
     whole = gradients(lambda some: logits(some).logits)
     last = gradients(lambda some: logits(some, logits_to_keep=3, return_dict=False)[0])
     yield row(Relation.PARITY, "a few logits", compare(last["logits"], whole["logits"][:, -3:]), "all of them")
+    with_cache = model(ids, logits_to_keep=3, return_dict=False, use_cache=True)
+    yield row(Relation.CONTRACTED, "a few logits", Drift(int(len(with_cache) != 2), 1), "logits and a cache")
     labelled = logits(ids, labels=ids, logits_to_keep=ids.shape[1], return_dict=False)[1]
     yield row(Relation.PARITY, "with labels", compare(labelled.detach(), whole["logits"]), "without")
+    with torch.no_grad():
+        cache = model(ids[:, :12], use_cache=True).past_key_values
+        cache.crop(8 - 12)
+        later = model(ids[:, 8:], past_key_values=cache, use_cache=True).logits
+    yield row(Relation.PARITY, "a cropped cache", compare(later, whole["logits"][:, 8:]), "packed")
     with torch.no_grad(), torch.autocast(torch.device(device).type, torch.bfloat16):
         together, alone = logits(ids).logits, torch.cat([logits(some).logits for some in ids.split(1)])
     yield row(Relation.INVARIANCE, "autocast", compare(together, alone))
 
     def of_its_parts(self, input_ids: Tensor, **told) -> types.SimpleNamespace:
+        keep = told.pop("logits_to_keep", 0)
         hidden = self.model(input_ids=input_ids, **told).last_hidden_state[:, :-1]
-        return types.SimpleNamespace(logits=F.linear(hidden, self.lm_head.weight))
+        return types.SimpleNamespace(logits=F.linear(hidden, self.lm_head.weight)[:, -keep:])
 
     shorter = gradients(lambda some: logits(some).logits[:, :-1])
     model.forward = types.MethodType(of_its_parts, model)
-    patched = gradients(lambda some: logits(some).logits)
+    patched = gradients(lambda some: logits(some, logits_to_keep=20).logits)
     del model.forward
     for name, t in shorter.items():
         yield row(Relation.PARITY, f"a forward that was set: {name}", compare(patched[name], t), "its own")
@@ -110,6 +125,9 @@ def _as_called(session, target: ModelTarget, dtype: str) -> Iterator[Row]:
     y.sum().backward()
     wrong = compare(torch.cat([mlp(some).detach() for some in x.split(1)]), y.detach())
     yield row(Relation.INVARIANCE, "a part alone", wrong)
+    yield row(
+        Relation.INVARIANCE, "a part alone, unaligned", compare(mlp(unaligned(x)).detach(), y.detach()), "aligned"
+    )
     missing = sum(p.grad is None or not p.grad.any() for p in mlp.parameters())
     yield row(Relation.CONTRACTED, "a part alone", Drift(missing, 3), "its gradients")
 

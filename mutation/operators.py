@@ -273,6 +273,8 @@ def _returns(s: _Source, function: ast.FunctionDef, public: bool) -> Iterator[tu
     if function.returns is not None and "Tensor" not in s.of(function.returns):
         return  # of which nothing would be changed
     last = max(returned, key=lambda n: n.lineno).value
+    if not any(isinstance(n, ast.Name) for n in ast.walk(last)):
+        return  # None, or numbers
     helpers = {name: HELPER.replace("{condition}", condition) for name, condition in CONDITIONS.items()}
     for name, helper in (helpers | {"the first result of a shape again": CACHED}).items():
         if "gradient is wanted" not in name or public:
