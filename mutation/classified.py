@@ -45,8 +45,9 @@ def _attention(kind: type = qwen3.Qwen3Attention, family: str = "qwen3", **more)
     return kind(_config(family, **more), 0)
 
 
-# what makes a module; the class that takes its place, "" for none; whether a reason is given
-MODULES: dict[str, tuple[Callable[[], nn.Module], str, bool]] = {
+FOLLOWS = "follows the longest sequence"
+# what makes a module; the class that takes its place, "" for none; whether a reason is given, or words of it
+MODULES: dict[str, tuple[Callable[[], nn.Module], str, bool | str]] = {
     "Linear": (lambda: nn.Linear(4, 4), "Linear", False),
     "Linear of a computed weight": (lambda: nn.utils.weight_norm(nn.Linear(4, 4)), "", True),
     "Linear with a forward of its own": (lambda: _Doubled(4, 4), "", True),
@@ -83,15 +84,15 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], str, bool]] = {
     "Attention of 258": (lambda: _attention(head_dim=258), "", True),
     "Rotary": (_rotary, "Rotary", False),
     "Rotary, yarn": (lambda: _rotary(rope_type="yarn", factor=2.0), "Rotary", False),
-    "Rotary, dynamic": (lambda: _rotary(rope_type="dynamic", factor=2.0), "", True),
+    "Rotary, dynamic": (lambda: _rotary(rope_type="dynamic", factor=2.0), "", FOLLOWS),
     "Rotary of a part": (lambda: _changed(_rotary(), inv_freq=torch.ones(4)), "", True),
-    "another's rotary, dynamic": (lambda: _changed(nn.Module(), rope_type="dynamic"), "", True),
+    "another's rotary, dynamic": (lambda: _changed(nn.Module(), rope_type="dynamic"), "", FOLLOWS),
     "another's rotary, of two kinds": (
         lambda: _changed(nn.Module(), rope_type={"a": "default", "b": "longrope"}),
         "",
-        True,
+        FOLLOWS,
     ),
-    "another's attention": (lambda: _changed(nn.Module(), attention_dropout=0.1), "", True),
+    "another's attention": (lambda: _changed(nn.Module(), attention_dropout=0.1), "", "attention_dropout"),
     "DecoderLayer": (lambda: qwen3.Qwen3DecoderLayer(_config(), 0), "Checkpointed", False),
     "Model": (lambda: qwen3.Qwen3Model(_config()), "LanguageModel", False),
     "CausalLM": (lambda: qwen3.Qwen3ForCausalLM(_config()), "LanguageModel", False),
