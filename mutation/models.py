@@ -230,10 +230,8 @@ def _experts_as_given(target: Experts) -> Iterator[Row]:
     nothing = bias.detach().clone()
     nothing[:, 0] = -0.0
     empty = bi_kernels.grouped_linear(x[:, :0], up.detach()[..., :0], ends, nothing)
-    counts = torch.tensor(ENDS).diff(prepend=torch.zeros(1, dtype=torch.long)).to(target.device)
-    expected = torch.cat(
-        [nothing.repeat_interleave(counts, 0) + 0.0, empty.new_zeros(len(x) - ENDS[-1], len(nothing.T))]
-    )
+    expected = torch.zeros_like(empty)
+    expected[: ENDS[-1]] += nothing.repeat_interleave(ends.diff(prepend=ends.new_zeros(1)), 0)
     told = {"against": "its bias", "tensor": "grouped_linear"}
     yield target.row(Relation.CONTRACTED, "no features", compare(empty, expected), **told)
 

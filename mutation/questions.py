@@ -186,6 +186,7 @@ def _experiments(session) -> Iterator[Row]:
     s = replace(s, problem=replace(s.problem, case=last), memo={})
     yield from gradient.by_split(s)
     s.forget()
+    yield from _square(s) if s.problem.op.name == "attention" else ()
     without = {"late copies"} | ({"widths"} if s.problem.op.name != "attention" else set())  # those of attention alone
     without |= SLOW if session.on_gpu else set()
     for item in attention._items(session):
@@ -231,7 +232,7 @@ def _gated(session) -> Iterator[Row]:
 
 
 def _by_columns(session) -> Iterator[Row]:
-    """Judges products of experts whose rows, or weights, are stored column by column."""
+    """Judges products of experts whose rows, or weights, are stored column by column, or that lie at odd distances."""
     s, ends = session.make()[0], (5, 5, 16)
     p = s.problem
     g = generator(p.device, p.seed, "mutants", "columns")
@@ -242,10 +243,26 @@ def _by_columns(session) -> Iterator[Row]:
     drifts = {
         "rows in columns": lambda: compare(made(sm_90.turned(x), w), made(x, w)),
         "weights in columns": lambda: compare(made(x, columns.mT), made(x, w)),
+        "weights at odd distances": lambda: compare(made(x, _at_odd_distances(w)), made(x, w)),
         "transposed weights": lambda: compare(made(x, columns, transposed=True), made(x, w)),
     }
     for name, drift in drifts.items():
         yield from s.attempt("invariance", name, drift, against="rows")
+
+
+def _at_odd_distances(w: torch.Tensor) -> torch.Tensor:
+    """Returns matrices (experts, N, K), each by rows, with one number between them."""
+    return torch.nn.functional.pad(w.flatten(1), (0, 1))[:, :-1].unflatten(1, w.shape[1:])
+
+
+def _square(s: OpUnderTest) -> Iterator[Row]:
+    """Judges heads that come before tokens in memory, as many as there are tokens."""
+    p = s.problem
+    g = generator(p.device, p.seed, "mutants", "square")
+    q, k, v = (torch.randn(2, 4, 4, 16, generator=g, device=p.device).to(p.dtype) for _ in range(3))
+    made = lambda view: s.called(*map(view, (q, k, v)), **p.op.constants)[0]
+    first = lambda t: t.transpose(1, 2).contiguous().transpose(1, 2)
+    yield from s.attempt("invariance", "heads first", lambda: compare(made(first), made(torch.clone)), against="rows")
 
 
 def _weightless(session) -> Iterator[Row]:
