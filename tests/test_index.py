@@ -15,6 +15,7 @@ import pandas
 import pytest
 from conftest import ROW
 from IPython.core.formatters import DisplayFormatter
+from nbconvert import MarkdownExporter
 from PIL import Image
 
 from bi_kernels.audit import kernels
@@ -26,6 +27,7 @@ from bi_kernels.audit.index.picture import ALL, NOT_JUDGED, REFUSED, SOME, WRONG
 from bi_kernels.audit.options import LEVELS
 from bi_kernels.audit.report.sentences import answer, headline
 from bi_kernels.audit.runs.ci import fails
+from bi_kernels.audit.runs.notebook import write
 from bi_kernels.contract import DTYPES
 from helpers import figures
 
@@ -343,6 +345,25 @@ def test_a_published_report_packs_its_rows_and_stays_as_it_is(tmp_path, monkeypa
     (place / PACKED).write_bytes(kept[place / PACKED][:-9])
     done = bi_audit("report", tmp_path)
     assert done.returncode == 2 and f"{PACKED} holds no JSON" in done.err, "cut short"
+
+
+def test_a_report_that_cannot_be_shown_has_its_rows_and_keeps_its_notebook(tmp_path, monkeypatch):
+    """As where nbconvert was installed with its templates elsewhere."""
+
+    def nowhere(*_):
+        raise ValueError("No template 'markdown' found in the following paths:\n\t/somewhere")
+
+    monkeypatch.setattr(MarkdownExporter, "get_template_names", nowhere)
+    with pytest.raises(ValueError, match=r"^nbconvert: No template 'markdown'; set JUPYTER_PATH"):
+        report.check_templates()
+    place = document(tmp_path / "gpu" / "gemm", ROW, CONTROL)
+    nbformat.write(executed("# GEMM: does it drift?\n\nText."), place / report.NOTEBOOK)
+    write(place, place, "GEMM: does it drift?", {})
+    report.publish(place)
+    text = (place / "README.md").read_text()
+    assert "The notebook is not shown: ValueError: No template 'markdown'\n" in text and "somewhere" not in text
+    assert "\n## Every op\n" in text and "1 of 1 controls caught" in text
+    assert (place / report.NOTEBOOK).is_file() and (place / PACKED).is_file()
 
 
 def test_a_figures_alternative_text_is_its_own_title_or_what_stands_above_it(tmp_path):

@@ -17,6 +17,7 @@ from bi_kernels.audit.findings import (
     PASS,
     UNSUPPORTED,
     VERDICTS,
+    Row,
     late,
     needs_fix,
     pack,
@@ -36,6 +37,7 @@ FINDING = "finding.txt"  # plain sentences about others than this package, with 
 # tags of cells; the report begins with the verdict and ends with the provenance
 NOT_SHOWN = {"papermill-error-cell-tag", "injected-parameters", "parameters", "setup", "nbval-check-output"}
 PROVENANCE = "run.provenance()"
+UNSHOWN = "The notebook is not shown: "
 STOPPED = "the notebook stopped: "  # how the row of an audit begins that did not run to its end
 PNG = "image/png"
 WITH_ALT = """{% extends 'markdown/index.md.j2' %}
@@ -173,6 +175,27 @@ def markdown(notebook: "NotebookNode", name: str) -> tuple[str, dict[str, bytes]
     return body, resources["outputs"]
 
 
+def check_templates() -> None:
+    """Raises ValueError where nbconvert finds no template for Markdown, as where its data was installed elsewhere."""
+    from nbformat.v4 import new_markdown_cell, new_notebook  # noqa: PLC0415 (as nbconvert)
+
+    try:
+        markdown(new_notebook(cells=[new_markdown_cell()]), "")
+    except ValueError as error:
+        first = str(error).partition(" found in")[0]
+        raise ValueError(f"nbconvert: {first}; set JUPYTER_PATH to the share/jupyter of its installation") from None
+
+
+def plain(title: str, rows: list[dict], why: Exception) -> str:
+    """Returns the Markdown of a report whose notebook cannot be shown: the tables of its rows."""
+    from bi_kernels.audit.report import tables  # noqa: PLC0415 (pandas takes a second to load)
+
+    first, of = re.split(" found in|\n", str(why))[0], [Row(**row) for row in rows]
+    parts = [f"# {title}", f"{UNSHOWN}{type(why).__name__}: {first}"]
+    parts += ["## Every op", tables.by_op(of).data, tables.drifts(of).data, "## Controls", tables.controls(of).data]
+    return "\n\n".join(parts)
+
+
 def describe(notebook: "NotebookNode") -> None:
     """Gives every figure an alternative text: its own title, which `figures` recorded, else the heading above it."""
     above = "A figure without a title"
@@ -197,8 +220,8 @@ def raised(cell: "NotebookNode") -> bool:
 
 
 def publish(folder: Path) -> None:
-    """Packs the verdicts and benchmarks of a report, has it say so, and drops its notebook, which any run makes again.
-    What was interrupted goes on where it stopped."""
+    """Packs the verdicts and benchmarks of a report, has it say so, and drops its notebook, which any run makes again;
+    but not one that the report could not show. What was interrupted goes on where it stopped."""
     for path in (folder / VERDICTS, *folder.glob("*.jsonl")):
         if path.is_file():
             pack(path)
@@ -206,7 +229,8 @@ def publish(folder: Path) -> None:
     text = text.replace(f", {escape.link(NOTEBOOK, NOTEBOOK)}", "")
     text = text.replace(escape.link(VERDICTS, VERDICTS), escape.link(PACKED, PACKED))
     (folder / PAGE).write_text(text, encoding="utf-8")
-    (folder / NOTEBOOK).unlink(missing_ok=True)
+    if UNSHOWN not in text:
+        (folder / NOTEBOOK).unlink(missing_ok=True)
 
 
 def write(folder: Path) -> None:

@@ -146,7 +146,7 @@ def write(built: Path, place: Path, title: str, parameters: dict, error: str = "
         try:
             body, figures = report.markdown(notebook, place.name)
         except Exception as why:  # what was recorded is worth more than how it looks
-            body, figures = f"# {title}\n\nThe notebook is not shown: {type(why).__name__}: {why}", {}
+            body, figures = report.plain(title, rows, why), {}
         for name, data in figures.items():
             (built / name).write_bytes(data)
     if not whole:
