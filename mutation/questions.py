@@ -2,13 +2,16 @@
 
 import json
 import signal
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from unittest import mock
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import bi_kernels
 from bi_kernels.audit import load
@@ -21,6 +24,8 @@ from bi_kernels.audit.inputs import generator
 from bi_kernels.audit.memory import in_turn
 from bi_kernels.audit.registry import OPS
 from bi_kernels.audit.targets.op import CANCELLING, OpUnderTest
+from bi_kernels.ops.gemm.kernel import launch
+from bi_kernels.ops.gemm.kernel import tiles as every_tile
 from helpers import attention, attention_edges, elementwise, gemm, vocabulary, without_main_grad
 from mutation import adapter, models, sm_90
 from mutation.judge import PASSED
@@ -115,7 +120,7 @@ def _of_sm_90(s: OpUnderTest, op: str, at: Callable) -> list[Stage]:
         products = [("rings", lambda: sm_90.by_ring(s)), ("library", lambda: sm_90.by_library(s))]
         more = [("remembered", lambda: MORE[op](at("tiny")))]
         return [*products * (op == "linear_bias"), ("drawn", lambda: _drawn(s)), *more * (op == "linear_bias")]
-    kinds = ("wide", "narrow", "long") if op == "attention" else ("wide", "narrow")
+    kinds = ("wide", "narrow", "long", "crowd") if op == "attention" else ("wide", "narrow")
     sized = [(kind, partial(sm_90.attention, s, op, [kind], True)) for kind in kinds]
     return [*sized, *[("late copies", lambda: sm_90.late(at(MODEL).make()[0]))] * (op == "attention")]
 
@@ -263,6 +268,9 @@ def _square(s: OpUnderTest) -> Iterator[Row]:
     made = lambda view: s.called(*map(view, (q, k, v)), **p.op.constants)[0]
     first = lambda t: t.transpose(1, 2).contiguous().transpose(1, 2)
     yield from s.attempt("invariance", "heads first", lambda: compare(made(first), made(torch.clone)), against="rows")
+    few = lambda t: t[:, :3]  # of a tensor with room for one token more
+    sliced = lambda: compare(made(few), made(lambda t: few(t).contiguous()))
+    yield from s.attempt("invariance", "a slice of as many tokens as heads", sliced, against="rows")
 
 
 def _weightless(session) -> Iterator[Row]:
@@ -281,6 +289,61 @@ def _weightless(session) -> Iterator[Row]:
     yield from s.attempt("parity", "without a weight, compiled", drift, against="eager")
 
 
+def _norm(session) -> Iterator[Row]:
+    """Judges what else a trainer does to a norm: freezes its weight and compiles it within another call's layout, and
+    then has a backward compute it again without one."""
+    yield from _weightless(session)
+    s = session.make()[0]
+    x = s.problem.inputs("normal", 9)[0]["x"]
+    w, compiled = torch.ones_like(x[0]), torch.compile(bi_kernels.rms_norm, backend="aot_eager", fullgraph=True)
+
+    def frozen() -> Drift:
+        with bi_kernels.TokenLayout.packed([0, 5]):  # of other tokens, which no gradient of this weight needs
+            return compare(*(f(x.clone().requires_grad_(), w).detach() for f in (compiled, bi_kernels.rms_norm)))
+
+    yield from s.attempt("parity", "a frozen weight, compiled", frozen, against="eager")
+
+    def refused() -> Drift:
+        leaf = w.clone().requires_grad_()
+        y = checkpoint(bi_kernels.rms_norm, x.clone().requires_grad_(), leaf, use_reentrant=True)
+        try:
+            y.backward(torch.ones_like(y))
+        except ValueError as error:
+            return Drift(int("layout.within" not in str(error)), 1)
+        return Drift(1, 1)
+
+    yield from s.attempt("parity", "computed again, by no layout", refused, against="refused, as one was entered")
+
+
+def _into_fp32(session) -> Iterator[Row]:
+    """Judges a product in fp32 of operands of 16 bits, by each tile that a GPU may take."""
+    s = session.make()[0]
+    x, w = s.problem.arguments(*s.inputs(CANCELLING, 300))
+    made = lambda tile: launch(x, w, None, tile, out_dtype=torch.float32)
+    for tile in every_tile(x.dtype) if session.on_gpu and x.dtype != torch.float32 else ():
+        told = {"against": f"{gemm.FIXED}", "detail": f"fp32 by {tile}"}
+        yield from s.attempt("invariance", "tiles", lambda: compare(made(tile), made(gemm.FIXED)), **told)
+
+
+def _experts(session) -> Iterator[Row]:
+    """Judges experts' products, and that torch's program is not taken where it has other bits."""
+    yield from _by_columns(session)
+    grouped_linear = sys.modules[bi_kernels.grouped_linear.__module__]
+    s = session.make()[0]
+    g = generator(s.problem.device, s.problem.seed, "mutants", "doubted")
+    x, w = (torch.randn(n, generator=g, device=g.device).to(s.problem.dtype) for n in ((48, 72), (3, 40, 72)))
+    ends = torch.tensor((5, 5, 48), dtype=torch.int32, device=x.device)
+
+    def doubted() -> Drift:
+        theirs = grouped_linear._by_torch
+        with mock.patch.object(grouped_linear, "_by_torch", lambda *given: 1.01 * theirs(*given)):
+            y = bi_kernels.grouped_linear(x, w, ends)
+        grouped_linear._agrees.clear()  # which holds for what was patched
+        return compare(y, bi_kernels.grouped_linear(x, w, ends))
+
+    yield from s.attempt("invariance", "a program with other bits", doubted, against="ours")
+
+
 def _row_sum(session) -> Iterator[Row]:
     """Judges the gradient of a sum that is rounded to another dtype."""
     s = session.make()[0]
@@ -297,10 +360,10 @@ MORE: dict[str, Callable] = {
     "attention": _experiments,
     **dict.fromkeys(("attention_window", "attention_soft_cap", "attention_sinks", "attention_narrow_v"), _experiments),
     "rope": lambda session: [*elementwise.packed_reset(session)[0], *elementwise.outside_table(session)],
-    "linear": lambda session: [*gemm.tiles(session)[0], *gemm.slabs(session)[0]],
+    "linear": lambda session: [*gemm.tiles(session)[0], *gemm.slabs(session)[0], *_into_fp32(session)],
     "linear_bias": lambda session: (r for r in gemm.remembered(session)[0] if not r.control),
-    "routed_linear": _by_columns,
-    "rms_norm": _weightless,
+    "routed_linear": _experts,
+    "rms_norm": _norm,
     "lm_head_logprob": _vocabulary,
     "embedding": _embedding,
     "row_sum": _row_sum,

@@ -14,6 +14,7 @@ import bi_kernels
 from bi_kernels.audit.checks import forward
 from bi_kernels.audit.checks.memory import by_view
 from bi_kernels.audit.compare import Drift, compare
+from bi_kernels.audit.controls.attention import in_schedule
 from bi_kernels.audit.findings import Row
 from bi_kernels.audit.fuzz import checks as drawn
 from bi_kernels.audit.fuzz.cases import Case
@@ -21,6 +22,7 @@ from bi_kernels.audit.layouts import Call, pack, pad, spans
 from bi_kernels.audit.registry import OPS
 from bi_kernels.audit.targets.op import CANCELLING, OpUnderTest
 from bi_kernels.audit.targets.op_config import OpConfig
+from bi_kernels.ops.attention.schedule import SCHEDULE
 from bi_kernels.ops.gemm.cost import RINGS, PipelineConfig
 from bi_kernels.ops.gemm.hopper_cublaslt import LIBRARY
 from bi_kernels.ops.gemm.hopper_cublaslt import launch as launch_library
@@ -36,6 +38,8 @@ KINDS: dict[str, tuple[dict, tuple, str]] = {  # sizes, lengths, and a family of
     "narrow": ({"heads": 16, "kv_heads": 16, "head_dim": 64}, RAGGED, "normal"),
     "long": ({"heads": 16, "kv_heads": 8, "head_dim": 128}, ((4200, 5300), (1, 9), (100, 300), (1, 1)), CANCELLING),
     "many": ({"heads": 8, "kv_heads": 4, "head_dim": 128}, ((2, 300),) * 70, "normal"),
+    # tiles of no sample are the last of each head's, long after its first
+    "crowd": ({"heads": 8, "kv_heads": 4, "head_dim": 64}, ((1, 60),) * 600, "normal"),
 }
 PAGES = 16, 64
 PLAIN = {"attention_sinks": {"chunk": None}}  # sm_90's kernels have no chunks
@@ -84,6 +88,8 @@ def attention(of: OpUnderTest, op: str, kinds: Sequence[str], only_sm_90: bool =
             yield from by_view(s)
         if (op, kind) == ("attention", "wide"):
             yield from attention_edges.padded_edges(of, "edges")
+            prefill = replace(of, function=in_schedule(replace(SCHEDULE, few=0)), memo={})
+            yield from attention_edges.padded_edges(prefill, "edges, as prefill")
             yield from attention_edges.crowded(of)
         if not only_sm_90 and kind in ("long", "many"):
             for page in PAGES:
