@@ -40,6 +40,8 @@ def transformers(dtype: str, device: str, seed: int) -> Iterator[Row]:
         for family in FAMILIES:
             yield from _family_rows(session, target, family, dtype)
         yield from _as_called(session, target, dtype)
+        for ask in (_caches, _forwards, _dtypes, _reports):
+            yield from ask(_Asked(session, target, dtype))
         model = _built(session, name, dtype, attention_dropout=0.1)
         yield _answer(target, model.train(), False, "dropout")
         x = torch.ones(5, 32, dtype=DTYPES[dtype], device=session.device)
@@ -104,7 +106,7 @@ def _as_called(session, target: ModelTarget, dtype: str) -> Iterator[Row]:
     def of_its_parts(self, input_ids: Tensor, **told) -> types.SimpleNamespace:
         keep = told.pop("logits_to_keep", 0)
         hidden = self.model(input_ids=input_ids, **told).last_hidden_state[:, :-1]
-        return types.SimpleNamespace(logits=F.linear(hidden, self.lm_head.weight)[:, -keep:])
+        return types.SimpleNamespace(logits=F.linear(hidden, self.lm_head.weight)[:, -keep:], tokens=keep)
 
     shorter = gradients(lambda some: logits(some).logits[:, :-1])
     model.forward = types.MethodType(of_its_parts, model)
@@ -128,6 +130,178 @@ def _as_called(session, target: ModelTarget, dtype: str) -> Iterator[Row]:
     yield row(Relation.INVARIANCE, "a part alone, unaligned", compare(moved.detach(), y.detach()), "aligned")
     missing = sum(p.grad is None or not p.grad.any() for p in mlp.parameters())
     yield row(Relation.CONTRACTED, "a part alone", Drift(missing, 3), "its gradients")
+
+
+class _Asked:
+    """What the questions below ask with: small models by family, ids (3, 21), and rows."""
+
+    def __init__(self, session, target: ModelTarget, dtype: str):
+        self.session, self.target, self.dtype, self.device = session, target, dtype, session.device
+        drawn = torch.randint(1, 64, (3, 21), generator=generator("cpu", 2, "mutants", "ids"))
+        self.ids = drawn.to(self.device)
+        self.mask = torch.ones_like(self.ids)
+        self.mask[1, :9] = self.mask[2, :2] = 0  # left-padded
+
+    def build(self, family: str = "qwen3", prepare: Callable[[nn.Module], object] = id, **changed) -> nn.Module:
+        """Returns a model after `apply`. prepare: changes it before."""
+        from bi_kernels.integrations.transformers import apply  # noqa: PLC0415 (an optional package)
+
+        model = _built(self.session, family, self.dtype, **changed)
+        prepare(model)
+        apply(model)
+        return model.eval()
+
+    def real(self, model: nn.Module, **told) -> Tensor:
+        """Returns the logits (tokens, vocab) of the padded ids, without padding."""
+        return model(self.ids, attention_mask=self.mask, use_cache=False, **told).logits[self.mask.bool()]
+
+    def alone(self, model: nn.Module, **told) -> Tensor:
+        """Returns the same of each row alone, without padding."""
+        rows = [row[m.bool()][None] for row, m in zip(self.ids, self.mask)]
+        return torch.cat([model(row, use_cache=False, **told).logits[0] for row in rows])
+
+    def row(self, relation: str, layout: str, drift: Drift, against: str = "each row alone") -> Row:
+        return self.target.row(relation, layout, drift, against, rows=len(self.ids))
+
+    def says(self, layout: str, holds: bool, what: str) -> Row:
+        return self.row(Relation.CONTRACTED, layout, Drift(int(not holds), 1), what)
+
+    def padded(self, layout: str, model: nn.Module) -> Row:
+        """Returns the row of padded logits against each row's alone."""
+        with torch.no_grad():
+            return self.row(Relation.INVARIANCE, layout, compare(self.real(model), self.alone(model)))
+
+
+def _caches(ask: _Asked) -> Iterator[Row]:
+    """Yields the rows of caches: a new one that knows no layer, one whose tokens lie before its heads, one of a server
+    that shares prefixes, and chunks of attention beyond what a cache keeps."""
+    from transformers import DynamicCache  # noqa: PLC0415 (an optional package)
+
+    from bi_kernels.integrations.transformers.layout import read  # noqa: PLC0415 (likewise)
+
+    class TokensFirst(DynamicCache):
+        def update(self, *args, **kwargs):
+            return tuple(t.transpose(1, 2).contiguous().transpose(1, 2) for t in super().update(*args, **kwargs))
+
+    model = ask.build()
+    with torch.no_grad():
+        whole = model(ask.ids, use_cache=False).logits
+        for name, cache in (("a new cache", DynamicCache()), ("a cache by tokens", TokensFirst())):
+            first = model(ask.ids[:, :12], past_key_values=cache, use_cache=True).logits
+            later = model(ask.ids[:, 12:], past_key_values=cache, use_cache=True).logits
+            yield ask.row(Relation.PARITY, name, compare(torch.cat([first, later], 1), whole), "rescored")
+    kept = [torch.ones(2, 3) for _ in range(2)]
+    blocks = types.SimpleNamespace(_hash_to_id={1: 0})
+    shared = types.SimpleNamespace(key_cache=kept[:1], value_cache=kept[1:], _block_manager=blocks, max_tokens_read=8)
+    read(ask.ids, cache=shared)
+    yield ask.says("a shared prefix", all(bool(t.all()) for t in kept), "what a cache holds already")
+    chunked = ask.build("llama4_text", attention_chunk_size=8, interleave_moe_layer_step=2, no_rope_layers=[1])
+    yield ask.padded("chunks", chunked)
+    with torch.no_grad():
+        unmasked = compare(chunked(ask.ids, use_cache=False).logits[:1], chunked(ask.ids[:1], use_cache=False).logits)
+    yield ask.row(Relation.INVARIANCE, "chunks without a mask", unmasked)
+
+
+def _forwards(ask: _Asked) -> Iterator[Row]:
+    """Yields the rows of forwards as users write them: a class of its own that hands on what it gets, or that names a
+    few arguments; of which loss a model takes; and of batches whose tokens and heads are told apart by the call
+    alone, against packed ones."""
+    from bi_kernels.integrations.transformers import scoring  # noqa: PLC0415 (an optional package)
+
+    def of_a_class(forward: Callable[[type], Callable]) -> nn.Module:
+        def prepare(model: nn.Module) -> None:
+            kind = type(model)
+            model.__class__ = type("Own", (kind,), {"forward": forward(kind)})
+
+        return ask.build(prepare=prepare)
+
+    yield ask.padded("a forward that hands on", of_a_class(lambda kind: lambda *a, **more: kind.forward(*a, **more)))
+
+    def naming(kind: type) -> Callable:
+        return lambda self, input_ids, attention_mask=None, **more: kind.forward(
+            self, input_ids, attention_mask, **more
+        )
+
+    yield ask.padded("a forward that names a few arguments", of_a_class(naming))
+    loss = ask.build().loss_function
+    yield ask.says("a loss", loss is scoring.causal_lm_loss, "over our logprobs")
+    few = {"one head of keys": ask.build(num_key_value_heads=1), "as many tokens as heads": ask.build("gemma3_text")}
+    for (name, model), ids in zip(few.items(), (ask.ids, ask.ids[:2, :4])):
+        positions = torch.arange(ids.shape[1], device=ids.device).repeat(len(ids))[None]
+        steps = []
+        for given in ({"input_ids": ids}, {"input_ids": ids.reshape(1, -1), "position_ids": positions}):
+            model.zero_grad()
+            model(**given, use_cache=False).logits.float().sin().sum().backward()
+            steps.append([p.grad.clone() for p in model.parameters()])
+        for (parameter, _), *grads in zip(model.named_parameters(), *steps):
+            yield ask.row(Relation.GRADIENT, f"{name}: {parameter}", compare(*grads), "packed")
+
+
+def _dtypes(ask: _Asked) -> Iterator[Row]:
+    """Yields the rows of dtypes that meet in a model: autocast of attention, and norms that are left in fp32."""
+    seen, model = [], ask.build()
+
+    def norms(model: nn.Module) -> None:
+        model.bfloat16()
+        for name, part in model.named_modules():
+            if name.endswith("norm"):
+                part.float()
+
+    mixed, note = ask.build(prepare=norms), lambda *given: seen.append(given[-1].dtype)
+    with torch.no_grad(), torch.autocast(torch.device(ask.device).type, torch.bfloat16):
+        model.model.layers[0].self_attn.o_proj.register_forward_pre_hook(lambda module, given: note(*given))
+        ask.real(model)
+        yield ask.says("autocast", seen.pop() == torch.bfloat16, "attention computes in bf16")
+        mixed.model.layers[0].self_attn.q_norm.register_forward_hook(note)
+        yield ask.padded("norms in fp32", mixed)
+        yield ask.says("norms in fp32", {*seen} == {torch.float32}, "theirs is the result's dtype")
+
+
+class _Counted(nn.Module):
+    """An activation that counts its calls in training."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.training
+        return F.silu(x)
+
+
+def _reports(ask: _Asked) -> Iterator[Row]:
+    """Yields the rows of what `apply` says and leaves: of a tied table, a head with a bias, a model that classifies
+    sequences, and a buffer that training changes."""
+    from transformers import AutoModelForSequenceClassification  # noqa: PLC0415 (an optional package)
+
+    from bi_kernels.integrations.transformers import apply, logprobs  # noqa: PLC0415 (likewise)
+
+    tied = apply(_built(ask.session, "qwen3", ask.dtype, tie_word_embeddings=True))
+    yield ask.says("apply", "tied" in tied.folded.values(), "tied, of a tied table")
+
+    def with_bias(model: nn.Module) -> None:
+        head = model.lm_head
+        model.lm_head = nn.Linear(head.in_features, head.out_features, device=head.weight.device).to(head.weight.dtype)
+
+    try:
+        logprobs(ask.build(prepare=with_bias), ask.ids)
+        refused = False
+    except ValueError as error:
+        refused = "without bias" in str(error)
+    yield ask.says("logprobs", refused, "a head with a bias is refused")
+    config = _built(ask.session, "qwen3", ask.dtype).config
+    with torch.device(ask.device):
+        model = AutoModelForSequenceClassification.from_config(config, dtype=DTYPES[ask.dtype])
+    model.model.layers[0].mlp.act_fn = _Counted()
+    yield ask.says("apply", apply(model).batch_invariant, "so, of a model of sequences")
+
+    def counting(model: nn.Module) -> None:
+        model.model.layers[0].mlp.act_fn = _Counted()
+        model.train()
+
+    model = ask.build(prepare=counting)
+    counted = model.model.layers[0].mlp.act_fn.calls
+    yield ask.says("apply", not counted.any(), "a buffer that training changes is as it was")
 
 
 def _error(model: nn.Module) -> Exception | None:
