@@ -54,6 +54,11 @@ OF_GRADIENTS = {
 }
 COUNTED = "a row's result depends on how many rows are in the call"
 WHOLES = Side.FORWARD, Side.CALL  # sides of which a sentence says "the result"
+TOLD = {  # sides of what passes, by the word for it
+    Side.FORWARD.value: {*WHOLES},
+    Side.GRADIENT.value: {Side.CALL, Side.INPUT, Side.WEIGHT, Side.GRADIENT},
+    Side.TRAINED.value: {Side.TRAINED},
+}
 SAY_WHERE = Kind.PADDING, Kind.CACHE, Kind.MODE, Kind.HISTORY, Kind.KEPT, Kind.MEMORY, Kind.DEMAND, Kind.LAYOUT
 
 
@@ -233,7 +238,7 @@ def _passed(every: list[dict]) -> str:
         return f"it could not be judged: {escape.line(why)[:LONGEST]}"
     compared = [r for r in good if r["relation"] in BITS and r["elements"]]
     sides = {side(r) for r in compared}
-    listed = ", ".join(k for k in SIDES if k in sides)
+    listed = ", ".join(told for told, of in TOLD.items() if sides & of)
     units = grouped(compared, lambda r: HASH if r["tensor"].startswith(HASH) else "elements")
     of = " and ".join(f"{sum(r['elements'] for r in mine):,} {unit}" for unit, mine in units.items())
     parts = [f"every bit agrees in {of} ({listed})"] if compared else []
