@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from unittest import mock
 
 import torch
@@ -402,6 +403,13 @@ def killer(
     return first | {"by": by_seed}
 
 
+def _of_no_machine(detail: str) -> str:
+    """Returns a text without the folders of the checkout and of the package that is judged."""
+    for root in (Path(bi_kernels.__file__).parents[1], Path(__file__).parents[1]):
+        detail = detail.replace(f"{root}/", "")
+    return detail
+
+
 def _killer(
     asks: list[tuple[str, str, str]],
     device: str,
@@ -448,7 +456,7 @@ def _killer(
                     print(PASSED + json.dumps(said), flush=True)
                 continue
         except Exception as error:
-            detail = f"{type(error).__name__}: {error}"
+            detail = _of_no_machine(f"{type(error).__name__}: {error}")
         found = {"verdict": "killed", "op": op, "dtype": dtype, "depth": depth, "stage": stage}
         return found | {"relation": relation, "layout": layout, "detail": detail[:200], "checks": count}
     return {"verdict": "survived", "checks": count, "longest": round(longest, 1), "took": took}
