@@ -39,9 +39,9 @@ def transformers(dtype: str, device: str, seed: int) -> Iterator[Row]:
         yield from mode_rows(target)
         for family in FAMILIES:
             yield from _family_rows(session, target, family, dtype)
-        yield from _as_called(session, target, dtype)
-        for ask in (_caches, _forwards, _dtypes, _reports):
-            yield from ask(_Asked(session, target, dtype))
+        asked = _Asked(session, target, dtype)
+        for ask in (_as_called, _caches, _forwards, _dtypes, _reports):
+            yield from ask(asked)
         model = _built(session, name, dtype, attention_dropout=0.1)
         yield _answer(target, model.train(), False, "dropout")
         x = torch.ones(5, 32, dtype=DTYPES[dtype], device=session.device)
@@ -49,19 +49,15 @@ def transformers(dtype: str, device: str, seed: int) -> Iterator[Row]:
         yield target.row(Relation.CONTRACTED, "a part alone", Drift(int(not alone.requires_grad), 1), "a gradient")
 
 
-def _as_called(session, target: ModelTarget, dtype: str) -> Iterator[Row]:
+def _as_called(ask: "_Asked") -> Iterator[Row]:
     """Yields the rows of a model called otherwise than the audit's: by continuous batching, beyond a window, under
     autocast, for a few logits in a tuple, through a forward that was set on it; of a part called alone; and of what
     `restore` leaves."""
     from bi_kernels.integrations.transformers import apply, restore  # noqa: PLC0415 (an optional package)
     from helpers.transformers_generation import batched  # noqa: PLC0415 (likewise)
 
-    adapter, device = session.adapter(), session.device
-    ids = torch.randint(1, 64, (3, 21), generator=generator("cpu", 1, "mutants", "ids")).to(device)
-
-    def row(relation: str, layout: str, drift: Drift, against: str = "each row alone") -> Row:
-        return target.row(relation, layout, drift, against, rows=len(ids))
-
+    session, dtype, device, ids, row = ask.session, ask.dtype, ask.device, ask.ids, ask.row
+    adapter = session.adapter()
     (drift, _), _ = batched(session, adapter.build(session, "qwen3", dtype), True, 3)
     yield row(Relation.PARITY, "generate_batch", drift, "rescored packed")
     windowed = adapter.build(session, "mistral", dtype)
@@ -106,7 +102,7 @@ def _as_called(session, target: ModelTarget, dtype: str) -> Iterator[Row]:
     def of_its_parts(self, input_ids: Tensor, **told) -> types.SimpleNamespace:
         keep = told.pop("logits_to_keep", 0)
         hidden = self.model(input_ids=input_ids, **told).last_hidden_state[:, :-1]
-        return types.SimpleNamespace(logits=F.linear(hidden, self.lm_head.weight)[:, -keep:], tokens=keep)
+        return types.SimpleNamespace(logits=F.linear(hidden, self.lm_head.weight)[:, -keep:])
 
     shorter = gradients(lambda some: logits(some).logits[:, :-1])
     model.forward = types.MethodType(of_its_parts, model)
@@ -151,14 +147,14 @@ class _Asked:
         apply(model)
         return model.eval()
 
-    def real(self, model: nn.Module, **told) -> Tensor:
+    def real(self, model: nn.Module) -> Tensor:
         """Returns the logits (tokens, vocab) of the padded ids, without padding."""
-        return model(self.ids, attention_mask=self.mask, use_cache=False, **told).logits[self.mask.bool()]
+        return model(self.ids, attention_mask=self.mask, use_cache=False).logits[self.mask.bool()]
 
-    def alone(self, model: nn.Module, **told) -> Tensor:
+    def alone(self, model: nn.Module) -> Tensor:
         """Returns the same of each row alone, without padding."""
         rows = [row[m.bool()][None] for row, m in zip(self.ids, self.mask)]
-        return torch.cat([model(row, use_cache=False, **told).logits[0] for row in rows])
+        return torch.cat([model(row, use_cache=False).logits[0] for row in rows])
 
     def row(self, relation: str, layout: str, drift: Drift, against: str = "each row alone") -> Row:
         return self.target.row(relation, layout, drift, against, rows=len(self.ids))

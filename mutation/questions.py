@@ -262,7 +262,7 @@ def _at_odd_distances(w: torch.Tensor) -> torch.Tensor:
 
 
 def _square(s: OpUnderTest) -> Iterator[Row]:
-    """Judges heads that come before tokens in memory, as many as there are tokens."""
+    """Judges as many heads as there are tokens, where they come first in memory, and as tokens of a longer tensor."""
     p = s.problem
     g = generator(p.device, p.seed, "mutants", "square")
     q, k, v = (torch.randn(2, 4, 4, 16, generator=g, device=p.device).to(p.dtype) for _ in range(3))
@@ -456,7 +456,7 @@ def _killer(
                     print(PASSED + json.dumps(said), flush=True)
                 continue
         except Exception as error:
-            detail = _of_no_machine(f"{type(error).__name__}: {error}")
+            detail = f"{type(error).__name__}: {error}"
         found = {"verdict": "killed", "op": op, "dtype": dtype, "depth": depth, "stage": stage}
-        return found | {"relation": relation, "layout": layout, "detail": detail[:200], "checks": count}
+        return found | {"relation": relation, "layout": layout, "detail": _of_no_machine(detail)[:200], "checks": count}
     return {"verdict": "survived", "checks": count, "longest": round(longest, 1), "took": took}

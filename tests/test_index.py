@@ -347,7 +347,7 @@ def test_a_published_report_packs_its_rows_and_stays_as_it_is(tmp_path, monkeypa
     assert done.returncode == 2 and f"{PACKED} holds no JSON" in done.err, "cut short"
 
 
-def test_a_report_that_cannot_be_shown_has_its_rows_and_keeps_its_notebook(tmp_path, monkeypatch):
+def test_a_report_that_cannot_be_shown_has_its_rows_and_keeps_its_notebook(tmp_path, monkeypatch, bi_audit):
     """As where nbconvert was installed with its templates elsewhere."""
 
     def nowhere(*_):
@@ -356,6 +356,10 @@ def test_a_report_that_cannot_be_shown_has_its_rows_and_keeps_its_notebook(tmp_p
     monkeypatch.setattr(MarkdownExporter, "get_template_names", nowhere)
     with pytest.raises(ValueError, match=r"^nbconvert: No template 'markdown'; set JUPYTER_PATH"):
         report.check_templates()
+    monkeypatch.chdir(tmp_path)
+    refused = bi_audit("run", "dtype", "--device", "cpu", "--publish")
+    assert refused.returncode == 2 and "set JUPYTER_PATH" in refused.err
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()], "nothing has run"
     place = document(tmp_path / "gpu" / "gemm", ROW, CONTROL)
     nbformat.write(executed("# GEMM: does it drift?\n\nText."), place / report.NOTEBOOK)
     write(place, place, "GEMM: does it drift?", {})

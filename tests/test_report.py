@@ -194,6 +194,13 @@ TRAINED = ("unaligned view", [Kind.MEMORY, Kind.MODE]), ("packed", [Kind.MODE])
         ([replace(ROW, verdict=UNSUPPORTED, detail="TypeError: fp64")], "it could not be judged: TypeError: fp64"),
         ([ROW, replace(ROW, control=True, verdict=NEEDS_FIX)], "every bit agrees in 64 elements"),
         (
+            [
+                replace(ROW, side=side)
+                for side in ("weight gradients", "outputs and gradients", "weights after training")
+            ],
+            "every bit agrees in 192 elements (forward, gradients, weights after training)",
+        ),
+        (
             [ROW, failed(relation="weights after training", layout="2 steps, batch", tensor="all weights")],
             "weights after training (all weights) change with the layout of the call (2 steps, batch)",
         ),

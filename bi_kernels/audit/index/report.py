@@ -37,7 +37,7 @@ FINDING = "finding.txt"  # plain sentences about others than this package, with 
 # tags of cells; the report begins with the verdict and ends with the provenance
 NOT_SHOWN = {"papermill-error-cell-tag", "injected-parameters", "parameters", "setup", "nbval-check-output"}
 PROVENANCE = "run.provenance()"
-UNSHOWN = "The notebook is not shown: "
+UNSHOWN = "The notebook is not shown: "  # how the report of one begins that nbconvert cannot render
 STOPPED = "the notebook stopped: "  # how the row of an audit begins that did not run to its end
 PNG = "image/png"
 WITH_ALT = """{% extends 'markdown/index.md.j2' %}
@@ -182,16 +182,22 @@ def check_templates() -> None:
     try:
         markdown(new_notebook(cells=[new_markdown_cell()]), "")
     except ValueError as error:
-        first = str(error).partition(" found in")[0]
-        raise ValueError(f"nbconvert: {first}; set JUPYTER_PATH to the share/jupyter of its installation") from None
+        raise ValueError(
+            f"nbconvert: {_briefly(error)}; set JUPYTER_PATH to the share/jupyter of its installation"
+        ) from None
+
+
+def _briefly(error: Exception) -> str:
+    """Returns what an error says, without the folders that nbconvert lists."""
+    return re.split(" found in|\n", str(error))[0]
 
 
 def plain(title: str, rows: list[dict], why: Exception) -> str:
     """Returns the Markdown of a report whose notebook cannot be shown: the tables of its rows."""
     from bi_kernels.audit.report import tables  # noqa: PLC0415 (pandas takes a second to load)
 
-    first, of = re.split(" found in|\n", str(why))[0], [Row(**row) for row in rows]
-    parts = [f"# {title}", f"{UNSHOWN}{type(why).__name__}: {first}"]
+    of = [Row(**row) for row in rows]
+    parts = [f"# {title}", f"{UNSHOWN}{type(why).__name__}: {_briefly(why)}"]
     parts += ["## Every op", tables.by_op(of).data, tables.drifts(of).data, "## Controls", tables.controls(of).data]
     return "\n\n".join(parts)
 

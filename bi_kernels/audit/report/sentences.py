@@ -55,9 +55,9 @@ OF_GRADIENTS = {
 COUNTED = "a row's result depends on how many rows are in the call"
 WHOLES = Side.FORWARD, Side.CALL  # sides of which a sentence says "the result"
 TOLD = {  # sides of what passes, by the word for it
-    Side.FORWARD.value: {*WHOLES},
-    Side.GRADIENT.value: {Side.CALL, Side.INPUT, Side.WEIGHT, Side.GRADIENT},
-    Side.TRAINED.value: {Side.TRAINED},
+    Side.FORWARD: {*WHOLES},
+    Side.GRADIENT: {Side.CALL, Side.INPUT, Side.WEIGHT, Side.GRADIENT},
+    Side.TRAINED: {Side.TRAINED},
 }
 SAY_WHERE = Kind.PADDING, Kind.CACHE, Kind.MODE, Kind.HISTORY, Kind.KEPT, Kind.MEMORY, Kind.DEMAND, Kind.LAYOUT
 
