@@ -25,8 +25,8 @@ class Equivalent:
     """An entry of the file of equivalents: mutants that change nothing that is promised, and why."""
 
     reason: str
-    file: str = "*"  # a pattern, as that of the function
-    function: str = "*"
+    file: str = "*"  # a pattern
+    function: str | list[str] = "*"  # a pattern, or several
     before: str = ""  # the lines as they stand, stripped; nothing: every line of the function
     text: str | list[str] = ""  # what they become there, or several; nothing: whatever they become
     operator: str = ""
@@ -36,11 +36,12 @@ class Equivalent:
     device: str = ""  # where it holds, cpu or cuda; nothing: on both
 
     def holds(self, m: Mutant) -> bool:
-        same = fnmatch(m.file, self.file) and fnmatch(m.function, self.function) and self.before in ("", m.before)
+        each = lambda told: [told] if isinstance(told, str) else told
+        same = fnmatch(m.file, self.file) and self.before in ("", m.before)
+        same = same and any(fnmatch(m.function, function) for function in each(self.function))
         same = same and (not self.line or bool(re.fullmatch(self.line, m.before, re.DOTALL)))
         same = same and (not self.taken or bool(re.fullmatch(self.taken, m.taken, re.DOTALL)))
-        texts = [self.text] if isinstance(self.text, str) else self.text
-        same = same and ("" in texts or m.text in texts) and self.operator in ("", m.operator)
+        same = same and not {"", m.text}.isdisjoint(each(self.text)) and self.operator in ("", m.operator)
         return same and self.number in (-1, m.number)
 
 

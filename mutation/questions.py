@@ -105,6 +105,8 @@ def _stages(session, s: OpUnderTest, op: str, at: Callable, whole: bool, on_gpu:
         found.append(("wide", lambda: _wide(replace(s, problem=replace(s.problem, sizes=WIDE[op]), memo={}))))
     if on_gpu and bf16 and op in LARGE and not attends:
         found.append(("large", lambda: _large(at(MODEL).make(), op)))
+    if on_gpu and bf16 and op in IN_16_BITS:
+        found.append(("in 16 bits", lambda: IN_16_BITS[op](session)))
     if whole:
         found.append(("rest", lambda: _rest(s)))
         if op in MORE and not (attends and on_gpu and op != "attention"):
@@ -192,7 +194,9 @@ def _experiments(session) -> Iterator[Row]:
     s = replace(s, problem=replace(s.problem, case=last), memo={})
     yield from gradient.by_split(s)
     s.forget()
-    yield from _square(s) if s.problem.op.name == "attention" else ()
+    if s.problem.op.name == "attention":
+        yield from _square(s)
+        yield from _narrow(s)
     without = {"late copies"} | ({"widths"} if s.problem.op.name != "attention" else set())  # those of attention alone
     without |= SLOW if session.on_gpu else set()
     for item in attention._items(session):
@@ -238,7 +242,7 @@ def _gated(session) -> Iterator[Row]:
 
 
 def _by_columns(session) -> Iterator[Row]:
-    """Judges products of experts whose rows, or weights, are stored column by column, or that lie at odd distances."""
+    """Judges products of experts whose rows, or weights, are stored column by column, or lie at odd distances."""
     s, ends = session.make()[0], (5, 5, 16)
     p = s.problem
     g = generator(p.device, p.seed, "mutants", "columns")
@@ -249,6 +253,7 @@ def _by_columns(session) -> Iterator[Row]:
     drifts = {
         "rows in columns": lambda: compare(made(sm_90.turned(x), w), made(x, w)),
         "weights in columns": lambda: compare(made(x, columns.mT), made(x, w)),
+        "rows of every second number": lambda: compare(made(x.repeat_interleave(2, 1)[:, ::2], w), made(x, w)),
         "weights at odd distances": lambda: compare(made(x, _at_odd_distances(w)), made(x, w)),
         "transposed weights": lambda: compare(made(x, columns, transposed=True), made(x, w)),
     }
@@ -272,6 +277,16 @@ def _square(s: OpUnderTest) -> Iterator[Row]:
     few = lambda t: t[:, :3]  # of a tensor with room for one token more
     sliced = lambda: compare(made(few), made(lambda t: few(t).contiguous()))
     yield from s.attempt("invariance", "a slice of as many tokens as heads", sliced, against="rows")
+
+
+def _narrow(s: OpUnderTest) -> Iterator[Row]:
+    """Judges values narrower than keys against the same with zeros behind them: each column is a sum of its own."""
+    p = s.problem
+    g = generator(p.device, p.seed, "mutants", "narrow")
+    q, k, v = (torch.randn(1, 5, 2, n, generator=g, device=p.device).to(p.dtype) for n in (32, 32, 16))
+    made = lambda v: s.called(q, k, v, **p.op.constants)[0][..., :16]
+    drift = lambda: compare(made(v), made(torch.nn.functional.pad(v, (0, 16))))
+    yield from s.attempt("invariance", "values narrower than keys", drift, against="wide ones")
 
 
 def _weightless(session) -> Iterator[Row]:
@@ -321,7 +336,7 @@ def _into_fp32(session) -> Iterator[Row]:
     s = session.make()[0]
     x, w = s.problem.arguments(*s.inputs(CANCELLING, 300))
     made = lambda tile: launch(x, w, None, tile, out_dtype=torch.float32)
-    for tile in every_tile(x.dtype) if session.on_gpu and x.dtype != torch.float32 else ():
+    for tile in every_tile(x.dtype):
         told = {"against": f"{gemm.FIXED}", "detail": f"fp32 by {tile}"}
         yield from s.attempt("invariance", "tiles", lambda: compare(made(tile), made(gemm.FIXED)), **told)
 
@@ -361,7 +376,7 @@ MORE: dict[str, Callable] = {
     "attention": _experiments,
     **dict.fromkeys(("attention_window", "attention_soft_cap", "attention_sinks", "attention_narrow_v"), _experiments),
     "rope": lambda session: [*elementwise.packed_reset(session)[0], *elementwise.outside_table(session)],
-    "linear": lambda session: [*gemm.tiles(session)[0], *gemm.slabs(session)[0], *_into_fp32(session)],
+    "linear": lambda session: [*gemm.tiles(session)[0], *gemm.slabs(session)[0]],
     "linear_bias": lambda session: (r for r in gemm.remembered(session)[0] if not r.control),
     "routed_linear": _experts,
     "rms_norm": _norm,
@@ -370,6 +385,8 @@ MORE: dict[str, Callable] = {
     "row_sum": _row_sum,
     **dict.fromkeys(("swiglu", "geglu", "geglu_tanh", "clamped_swiglu"), _gated),
 }
+# what is asked of bf16 besides, on a GPU: of programs that compute 16 bits alone
+IN_16_BITS: dict[str, Callable] = {"linear_bias": _into_fp32, "routed_linear": _experts}
 
 
 def killer(
