@@ -334,7 +334,7 @@ def _norm(session) -> Iterator[Row]:
 def _into_fp32(session) -> Iterator[Row]:
     """Judges a product in fp32 of operands of 16 bits, by each tile that a GPU may take."""
     s = session.make()[0]
-    x, w = s.problem.arguments(*s.inputs(CANCELLING, 300))
+    x, w, *_ = s.problem.arguments(*s.inputs(CANCELLING, 300))
     made = lambda tile: launch(x, w, None, tile, out_dtype=torch.float32)
     for tile in every_tile(x.dtype):
         told = {"against": f"{gemm.FIXED}", "detail": f"fp32 by {tile}"}

@@ -410,6 +410,7 @@ def test_every_op_but_variants_of_attention_is_asked_beyond_32_bits_on_a_gpu(mon
     monkeypatch.setattr(questions.single_call, "by_use", lambda s, only=(): iter(()))
     monkeypatch.setattr(questions.sm_90, "attention", lambda s, op, kinds: ["sizes"])
     monkeypatch.setattr(questions, "MORE", {})
+    monkeypatch.setattr(questions, "IN_16_BITS", {op: lambda _: ["in 16 bits"] for op in questions.IN_16_BITS})
     monkeypatch.setattr(
         questions, "load", lambda audit, given: load(audit, given | {"device": "cpu", "shapes": "tiny"})
     )
@@ -423,7 +424,9 @@ def test_every_op_but_variants_of_attention_is_asked_beyond_32_bits_on_a_gpu(mon
     ]
     for op in OPS:
         long = {"sizes"} if OPS[op].cache else {op, "a long sequence"}
-        assert {*on("cuda", op)} == long | ({op, "heads apart"} if op == "attention" else set())
+        more = {"in 16 bits"} if op in questions.IN_16_BITS else set()
+        more |= {op, "heads apart"} if op == "attention" else set()
+        assert {*on("cuda", op)} == long | more
         assert not on("cpu", op)
 
 
