@@ -9,7 +9,9 @@ ROOM = 12 * 2**30  # bytes that a mutant may take on a CPU
 PASSED = "bi-audit mutate: passed "  # how a line begins that names a stage which a mutant has passed
 
 
-def judge(folder: str, asks: list, seeds: list, device: str, patience: int, only: list, passed: list) -> dict:
+def judge(
+    folder: str, asks: list, seeds: list, device: str, patience: int, only: list, passed: list, likely: dict
+) -> dict:
     """Returns the verdict on the package in a folder; the rest is as `questions.killer` has it."""
     sys.path.insert(0, folder)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -24,7 +26,7 @@ def judge(folder: str, asks: list, seeds: list, device: str, patience: int, only
         from mutation.questions import killer  # noqa: PLC0415
 
         torch.set_num_threads(1)
-        return killer(asks, seeds, device, patience, only, passed)
+        return killer(asks, seeds, device, patience, only, passed, likely)
     except Exception as error:
         said = "".join(traceback.format_exception_only(error)).strip()[:200]
         return {"verdict": "killed", "relation": "raised", "layout": "import", "detail": said, "checks": 0}

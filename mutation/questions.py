@@ -396,6 +396,7 @@ def killer(
     patience: int,
     only: Sequence[str] = (),
     passed: Sequence[dict] = (),
+    likely: dict | None = None,
 ) -> dict:
     """Judges the mutant that is imported.
 
@@ -405,18 +406,18 @@ def killer(
 
     asks: ops, dtypes, and how much is asked; patience: seconds after which a signal ends this process, where no answer
     comes; 0: never; only: the stages that are asked, or all; passed: the stages that are known to pass with the first
-    seed, as an earlier process printed them.
+    seed, as an earlier process printed them; likely: op, dtype and stage that are asked first, as what killed before.
     """
-    asks, first, by_seed = list(map(tuple, asks)), {}, {}
+    asks, first, by_seed, likely = list(map(tuple, asks)), {}, {}, likely or {}
     for seed in seeds:
-        found = _killer(asks, device, seed, patience, first, only, [] if first else [*passed])
+        asks.sort(key=lambda ask: ask[:2] != (likely.get("op"), likely.get("dtype")))
+        found = _killer(asks, device, seed, patience, likely, only, None if first else passed)
         signal.alarm(0)
         if found["verdict"] == "survived":
             by = "killed by {relation} {layout} of {op}, {dtype}, with seed".format_map(first) if first else ""
             return found | ({"detail": f"{by} {seeds[0]}, but by nothing with seed {seed}"} if first else {})
-        first = first or found
+        first = likely = first or found
         by_seed[str(seed)] = [found[k] for k in ("op", "dtype", "depth", "stage")]
-        asks.sort(key=lambda ask: ask[:2] != (first["op"], first["dtype"]))  # what killed comes first
     return first | {"by": by_seed}
 
 
@@ -432,15 +433,15 @@ def _killer(
     device: str,
     seed: int,
     patience: int,
-    before: dict,
+    likely: dict,
     only: Sequence[str],
-    passed: Sequence[dict],
+    passed: Sequence[dict] | None,
 ) -> dict:
     """The first stage of each op and dtype is asked, then the second of each: what answers within a second comes before
-    what takes minutes. before: what killed with another seed, whose stage comes first."""
+    what takes minutes. likely: whose stage comes first; passed: None where nothing is told of a stage that passes."""
     count, longest, last, took = 0, 0.0, time.monotonic(), {}
-    known = {(p["op"], p["dtype"], p["stage"]): p for p in passed}
-    first = lambda ask: before["stage"] if ask[:2] == (before.get("op"), before.get("dtype")) else ""
+    known = {(p["op"], p["dtype"], p["stage"]): p for p in passed or ()}
+    first = lambda ask: likely["stage"] if ask[:2] == (likely.get("op"), likely.get("dtype")) else ""
     turns = deque((ask, stages(*ask[:2], device, ask[2], seed, first(ask))) for ask in asks)
     while turns:
         (op, dtype, depth), mine = turn = turns.popleft()
@@ -467,7 +468,7 @@ def _killer(
             if torch.cuda.is_available():
                 torch.cuda.synchronize()  # what the device has to say of an illegal access comes here
             if not killed:
-                if stage and not before:
+                if stage and passed is not None:
                     said = {"op": op, "dtype": dtype, "stage": stage, "checks": count - so_far}
                     said["seconds"] = round(time.monotonic() - began, 1)
                     print(PASSED + json.dumps(said), flush=True)

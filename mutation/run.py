@@ -91,9 +91,10 @@ class Copy:
         until: float = math.inf,
         only: Sequence[str] = (),
         passed: Sequence[dict] = (),
+        likely: dict | None = None,
     ) -> dict:
         """Returns the verdict on a mutant, or on the package as it is; limits: seconds for all, and for an answer;
-        only, passed: as `questions.killer` has them. It is OPEN, with what has passed, at `until`, by
+        only, passed, likely: as `questions.killer` has them. It is OPEN, with what has passed, at `until`, by
         time.monotonic()."""
         passed = [*passed]
         if time.monotonic() > until - GRACE:
@@ -109,7 +110,7 @@ class Copy:
         try:
             process = Process(self.server, self.environment)
             process.begin(
-                "mutation.judge:judge", self.folder.name, [*asks], seeds, self.device, patience, [*only], passed
+                "mutation.judge:judge", self.folder.name, [*asks], seeds, self.device, patience, [*only], passed, likely
             )
             found = process.result(told.append, left)
         except Died as died:
@@ -193,13 +194,13 @@ def judged(
     until: float = math.inf,
 ) -> tuple[list[dict], int]:
     """Returns the verdicts on mutants, in their order, and how many are open at `until`, by time.monotonic(). What
-    `kept` holds of the same sources is not judged again.
+    `kept` holds of the same sources is not judged again; what killed a mutant by others is asked first.
 
     The unbroken package is judged before a mutant, in each dtype that it is asked in and with the first seed; with
     every other one afterwards, in the stages that killed with it. tell: gets each verdict as it comes, and how many are
     left. Raises ValueError, which names each op that needs a fix before it is broken.
     """
-    known, passed, asked = {}, {}, {m.id: asks_of(m) for m in chosen}
+    known, passed, likely, asked = {}, {}, {}, {m.id: asks_of(m) for m in chosen}
     key = lambda found: found.get("id") or _asked_of_clean(found)
 
     def own(found: dict) -> dict:
@@ -210,6 +211,7 @@ def judged(
     for line in kept.read_text(encoding="utf-8").splitlines() if kept.exists() else ():
         found = json.loads(line)
         if not own(found).items() <= found.items():
+            likely |= {key(found): {k: found[k] for k in ("op", "dtype", "stage")}} if found.get("by") else {}
             continue
         if found["verdict"] == OPEN:
             passed[found["id"]] = found["passed"]
@@ -274,7 +276,7 @@ def judged(
                     most = limits([known[of] for of in clean(asks)], asks, LEAST[device], len(seeds))
                     there = passed.get(m.id, ())
                     left = most[0] - sum(int(p["seconds"]) for p in there)
-                    found[m] = (m, asks, (max(1, left), most[1]), seeds, until, (), there)
+                    found[m] = (m, asks, (max(1, left), most[1]), seeds, until, (), there, likely.get(m.id))
                 return found
 
             judge(of_unbroken(clean(kinds)) | ready(), ready)  # attention first

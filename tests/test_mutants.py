@@ -506,6 +506,14 @@ def test_what_a_mutant_has_passed_is_told_and_not_asked_again(monkeypatch, capsy
         assert (found["checks"], len(found["took"]), told()) == (3, 2, printed)
 
 
+def test_what_killed_a_mutant_before_is_asked_first(monkeypatch):
+    asked = []
+    monkeypatch.setattr(questions, "stages", lambda *of: asked.append((of[0], of[-1])) or iter(()))
+    likely = {"op": "gelu", "dtype": "fp32", "stage": "rest"}
+    questions.killer([SILU, ("gelu", "fp32", ALL)], [0], "cpu", 0, likely=likely)
+    assert asked == [("gelu", "rest"), ("silu", "")]
+
+
 NOTEBOOKS = "IPython", "papermill", "nbformat", "nbclient", "nbconvert", "ipykernel", "junitparser", "elftools"
 
 
@@ -568,15 +576,16 @@ def test_an_entry_that_no_mutant_answers_to_is_one_line(tmp_path):
 
 
 def test_what_was_judged_of_these_sources_is_not_judged_again(every, tmp_path, monkeypatch):
-    def judge(self, mutant, asks, limits, seeds=SEEDS, until=math.inf, only=(), passed=()):
+    def judge(self, mutant, asks, limits, seeds=SEEDS, until=math.inf, only=(), passed=(), likely=None):
         if until < 0:
             return {"verdict": "open", "passed": [*passed, values]}
-        resumed.append(passed)
+        resumed.append((passed, likely))
         asked.append((mutant.id if mutant else "", tuple(asks), tuple(seeds), tuple(only)))
         by = {str(seed): [*asks[0], "layouts"] for seed in seeds}
-        return {"verdict": "killed" if mutant else "survived", "checks": 1, "seconds": 0.1, "op": asks[0][0], "by": by}
+        return {"verdict": "killed" if mutant else "survived", "checks": 1, "seconds": 0.1, "by": by} | told
 
     resumed: list = []
+    told = {"op": "silu", "dtype": "fp32", "stage": "layouts"}
     values = {"op": "silu", "dtype": "fp32", "stage": "values", "checks": 2, "seconds": 1.0}
     monkeypatch.setattr(Copy, "__init__", lambda self, *of: None)
     monkeypatch.setattr(Copy, "judge", judge)
@@ -598,7 +607,10 @@ def test_what_was_judged_of_these_sources_is_not_judged_again(every, tmp_path, m
     assert [f["id"] for f in ended] == [one.id] and missing == 1 and not asked, "what has no time is left out"
     resumed.clear()
     judged([one, two], "cpu", 2, tmp_path / "kept", lambda found, left: None)
-    assert [a[0] for a in asked] == [two.id] and resumed == [[values]], "and goes on where it was"
+    assert [a[0] for a in asked] == [two.id] and resumed == [([values], None)], "and goes on where it was"
+    resumed.clear()
+    judged([one], "cpu", 2, tmp_path / "kept", lambda found, left: None, seeds=SEEDS[:1])  # all are judged anew
+    assert ((), told) in resumed, "by what killed it first"
 
 
 SILU = "silu", "fp32", ALL
