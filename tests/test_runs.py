@@ -252,6 +252,19 @@ def test_a_run_leaves_a_clone_clean_and_publishes_when_told(tmp_path, monkeypatc
     assert names == {"README.md", PACKED} and "verdicts.json" in {p.name for p in Path("runs").rglob("*.json")}
 
 
+def test_an_interrupted_run_publishes_what_had_ended(tmp_path, monkeypatch, bi_audit):
+    def run(names, parameters, out, jobs, said, seconds, *_):
+        document(out, "gemm")
+        seconds["gemm"] = 1.0
+        raise KeyboardInterrupt
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(runner, "run", run)
+    assert bi_audit("run", "gemm", "dtype", "--publish").returncode == 130
+    assert "interpreter-tiny/gemm" in (tmp_path / "audits" / "README.md").read_text()
+    assert (tmp_path / "audits" / "interpreter-tiny" / "gemm" / PACKED).is_file()
+
+
 @pytest.mark.slow
 def test_the_quick_run_finds_a_drift_of_a_single_op(tmp_path):
     (tmp_path / "mine.py").write_text("import torch\n\n\ndef scale(x, factor):\n    return x * factor * len(x)\n")
@@ -268,9 +281,9 @@ NAMES = ["dtype", "gemm", "rms_norm"]
 
 @pytest.fixture
 def runs(tmp_path, monkeypatch):
-    """Runs audits with processes that `begin` makes, one at a time; returns what the console shows."""
+    """Runs audits with processes that `begin` makes; returns what the console shows."""
 
-    def call(begin, names: list[str]) -> str:
+    def call(begin, names: list[str], jobs: int = 1) -> str:
         before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which xdist's processes ignore
         monkeypatch.setenv("BI_AUDIT_JOBS", "1")
         monkeypatch.setattr(runner.executor, "begin", begin)
@@ -278,7 +291,7 @@ def runs(tmp_path, monkeypatch):
         monkeypatch.setattr(runner, "audits", lambda: {n: Audit(n, notebook, n) for n in NAMES})
         console = Console(file=io.StringIO(), width=200)
         try:
-            runner.run(names, dict.fromkeys(names, {}), tmp_path / "out", 1, console, {})
+            runner.run(names, dict.fromkeys(names, {}), tmp_path / "out", jobs, console, {})
         finally:
             signal.signal(signal.SIGINT, before)
         return console.file.getvalue()
@@ -315,6 +328,23 @@ def test_a_process_that_ends_loses_no_evidence(runs, tmp_path):
     assert (tmp_path / "out" / "gemm" / "evidence.txt").read_text() == "kept" and "ValueError: no template" in said
     (row,) = json.loads((tmp_path / "out" / "gemm" / "verdicts.json").read_text())
     assert row["verdict"] == "needs-fix" and "status 1" in row["detail"]
+
+
+@pytest.mark.parametrize("jobs, times", [(2, 2), (1, 1)])
+def test_an_audit_that_found_too_little_memory_beside_others_runs_again_alone(jobs, times, runs, tmp_path):
+    begun = []
+
+    def begin(function, notebook, name, *given):
+        again = name in begun
+        begun.append(name)
+        short = [folder.stopped(name, "the notebook stopped: OutOfMemoryError: CUDA out of memory")]
+        place = folder.building(tmp_path / "out", name) / "verdicts.json"
+        place.write_text(json.dumps(short if name == "gemm" and not again else []))
+        return SimpleNamespace(result=lambda _: "")
+
+    said = runs(begin, ["dtype", "gemm"], jobs)
+    assert begun.count("gemm") == times and begun[-1] == "gemm" and begun.count("dtype") == 1
+    assert ("gemm: found too little memory beside others, and runs again alone" in said) == (jobs > 1)
 
 
 def test_a_process_that_ends_without_a_reply_says_its_last_line():

@@ -53,11 +53,12 @@ def run(given) -> None:
             todo = todo if given.names or jobs == 1 else runner.longest_first(todo)
             interpreted = choose(told["device"]).type == "cpu" and not narrowed
             plan = _plan(todo, out, jobs, interpreted) if todo else ""
-            runner.run(todo, of_each, out, jobs, said, seconds, (given.cell_timeout, given.timeout), plan)
-            for name in names if given.publish else ():
-                report.publish(out / name)
-            folder.collect(out)
-            page.write(indexed[-1])
+            try:
+                runner.run(todo, of_each, out, jobs, said, seconds, (given.cell_timeout, given.timeout), plan)
+            except KeyboardInterrupt:
+                _index([*seconds], out, indexed[-1], given.publish)
+                raise
+            _index(names, out, indexed[-1], given.publish)
             if given.publish and narrowed:
                 said.print(f"{out.parent}/README.md stays as it is: this run asked {narrowed} alone")
             if given.digests:
@@ -83,6 +84,14 @@ def run(given) -> None:
     if "bench" in names and (said := goals.summary(goals.read(out / "bench"))):
         print(said)
     sys.exit(ci.fails(rows, warnings or [], given.fail_on))
+
+
+def _index(names: list[str], out: Path, place: Path, publish: bool) -> None:
+    """Packs reports that are to be committed, and writes what is said of all of them."""
+    for name in names if publish else ():
+        report.publish(out / name)
+    folder.collect(out)
+    page.write(place)
 
 
 def _plan(names: list[str], out: Path, jobs: int, interpreted: bool) -> str:

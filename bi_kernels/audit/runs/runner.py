@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from bi_kernels.audit import executor
 from bi_kernels.audit.faults import CannotJudge, UsageError
 from bi_kernels.audit.findings import needs_fix, read_rows
+from bi_kernels.audit.memory import SHORT
 from bi_kernels.audit.parameters import defaults, notebooks
 from bi_kernels.audit.runs import folder
 
@@ -84,8 +85,7 @@ class Board:
         self.tasks = {n: self.progress.add_task(n, start=False, total=None, word="waiting") for n in names}
 
     def begin(self, name: str) -> None:
-        self.progress.start_task(self.tasks[name])
-        self.progress.update(self.tasks[name], word="running")
+        self.progress.reset(self.tasks[name], word="running")  # begun before or not, its clock starts here
 
     def line(self, name: str, line: str) -> None:
         """Takes a line that the audit's process printed: one of `notebook` or `progress`, or anything."""
@@ -121,7 +121,8 @@ def run(
     limits: tuple[float, float] = (0.0, 0.0),
     plan: str = "",
 ) -> None:
-    """Runs audits in the order named, `jobs` at a time, each in a process of its own.
+    """Runs audits in the order named, `jobs` at a time, each in a process of its own. One that found too little memory
+    beside others runs again alone.
 
     parameters: of each audit; seconds: gets how long each took as it finishes, so that a caller that is interrupted
     knows which did; limits: seconds that a cell and an audit may take, 0 for any number; plan: is said once the first
@@ -172,6 +173,9 @@ def run(
     with board.progress, ThreadPoolExecutor(jobs) as pool:
         try:
             list(pool.map(one, names))
+            for name in [name for name in seconds if jobs > 1 and _ran_short(out / name)]:
+                board.say(f"{name}: found too little memory beside others, and runs again alone")
+                one(name)
             if names and len(refusals) == len(names):
                 board.progress.live.transient = True  # the command is told one sentence
                 console.quiet = not console.is_terminal  # where nothing was drawn that must go
@@ -191,6 +195,10 @@ def run(
         finally:
             over.set()
             folder.clear(out)
+
+
+def _ran_short(place: Path) -> bool:
+    return any(SHORT in row["detail"] for row in needs_fix(read_rows(place)))
 
 
 def _ended(died: executor.Died, candidate: str, built: Path, name: str) -> tuple[str, str]:
