@@ -395,7 +395,7 @@ def test_a_sharded_model_is_refused(one_rank):
     }
     for shard, first in shards.values():
         model = built("qwen3", 1)
-        with pytest.raises(ValueError, match="apply: .* sharded by FSDP, expected whole parameters"):
+        with pytest.raises(ValueError, match="apply: .* sharded by FSDP1 or FSDP2, expected whole parameters"):
             for step in (shard, apply) if first else (apply, shard):
                 found = step(model)
             (found if isinstance(found, nn.Module) else model)(input_ids=IDS)

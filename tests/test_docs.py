@@ -28,6 +28,12 @@ def blocks(name: str) -> list[tuple[str, str, str]]:
     return FENCE.findall((ROOT / name).read_text(encoding="utf-8"))
 
 
+def test_the_tables_of_the_readme_say_what_the_reports_say():
+    command = [sys.executable, str(ROOT / "tools" / "readme.py"), "--check", "models", "ops", "speed"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.slow
 def test_an_op_is_added_as_the_document_says(tmp_path):
     """In a copy of the package, by nothing but the document's blocks."""

@@ -92,7 +92,8 @@ def versions() -> str:
 def models() -> str:
     """Returns what docs/families.md begins with."""
     (said,) = re.findall(r"^\*\*(.*?)\*\*", (ROOT / "docs" / "families.md").read_text(), re.S | re.M)
-    return f"**{' '.join(said.split())}** [Each of them](docs/families.md)."
+    asked = "Asked were tiny ones of random weights, in fp32, on the interpreter."
+    return f"**{' '.join(said.split())}** {asked} [Each of them](docs/families.md)."
 
 
 def ops() -> str:
@@ -159,7 +160,7 @@ def speed() -> str:
     for what, peer, where in CUTE:
         mine = [r for r in bench if where.items() <= r.items() and peer in r.get("ms", {})]
         bench += [{"group": f"{what}, {peer}", "times": r["ms"][r["who"]][0] / r["ms"][peer][0]} for r in mine]
-        rows += [cells(what, f"[{peer}]({WHERE[peer]})", group=f"{what}, {peer}")] * bool(mine)
+        rows += [cells(what, f"[{peer}]({WHERE[peer]})", group=f"{what}, {peer}")] if mine else []
     return table(["what", "against", "mean", "range"], rows)
 
 
@@ -167,7 +168,8 @@ def tables(path: Path, column: str) -> list[dict[str, str]]:
     """Returns the rows of the Markdown tables of a report that have a column."""
     found: list[dict[str, str]] = []
     for text in re.findall(r"(?:^\|.*\n)+", path.read_text(), re.M):
-        head, _, *rows = [[c.strip() for c in line.strip("|").split("|")] for line in text.strip().splitlines()]
+        cells = lambda line: re.split(r" *\| *| · ", line.strip("| "))  # the last of a wide table share one
+        head, _, *rows = map(cells, text.strip().splitlines())
         found += [dict(zip(head, cells)) for cells in rows] if column in head else []
     return found
 

@@ -246,13 +246,14 @@ def _passed(every: list[dict]) -> str:
     parts += [f"errors are at most {shares} × the bound"] if shares else []
     parts += ["nothing that was checked needs a fix"] if not parts else []
     parts += [f"refused as the contract says: {', '.join(wanted)}"] if wanted else []
-    what = ", ".join(dict.fromkeys(_not_judged(r) for r in refused))
-    return "; ".join([*parts, *[f"not judged: {escape.line(what)[:LONGEST]}"] * bool(refused)])
+    late = [r["detail"].rpartition(": ") for r in refused if r["layout"] == LATE]  # what had no time, and why
+    named = [*(_not_judged(r) for r in refused if r["layout"] != LATE), *(what for what, _, _ in late)]
+    what = escape.line(", ".join(dict.fromkeys(named)))[:LONGEST]
+    why = "".join(f": {told}" for told in dict.fromkeys(told for _, _, told in late))
+    return "; ".join([*parts, *[f"not judged: {what}{why}"] * bool(refused)])
 
 
 def _not_judged(r: dict) -> str:
-    if r["layout"] == LATE:
-        return r["detail"]
     return r["relation"] if r["relation"] == "atomics-free" else r["layout"] or f"{r['relation']} of {r['op']}"
 
 

@@ -112,7 +112,7 @@ def check_parts(op: str, model: nn.Module) -> None:
 
 SHARDED = {  # by attributes of a parameter, or of a module
     "placements": "a DTensor",
-    "_is_fsdp_managed_module": "sharded by FSDP",
+    "_is_fsdp_managed_module": "sharded by FSDP1 or FSDP2",
     "ds_id": "sharded by DeepSpeed",
     "_hp_mapping": "held by DeepSpeed's optimizer",
 }
