@@ -157,7 +157,9 @@ CASES = {
         "assert all(torch.equal(a, b) for a, b in zip(first, model.parameters())), 'it continues'"
     ),
     "docs/training.md:2": Case(after="assert not mode.unknown and all(p.main_grad.any() for p in grads.parameters)"),
-    "docs/training.md:3": Case(after="assert out.shape == (6, 2, 64) and new.shape == (2, 1, 2, 64)"),
+    "docs/training.md:3": Case(
+        after="assert out.shape == (6, 2, 64) and new.shape == (2, 1, 2, 64) and mixed.shape == x.shape"
+    ),
     "docs/parallel.md:0": Case(
         ONE_RANK,
         after="torch.distributed.destroy_process_group()\n"

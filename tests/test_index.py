@@ -22,7 +22,7 @@ from bi_kernels.audit import kernels
 from bi_kernels.audit.axes import Kind
 from bi_kernels.audit.findings import NEEDS_FIX, PACKED, PASS, UNSUPPORTED, Row, read_rows, verdict_of
 from bi_kernels.audit.index import goals, page, report
-from bi_kernels.audit.index.matrix import RELATION, cells
+from bi_kernels.audit.index.matrix import RELATION, cells, matrix
 from bi_kernels.audit.index.picture import ALL, NOT_JUDGED, REFUSED, SOME, WRONG, draw
 from bi_kernels.audit.options import LEVELS
 from bi_kernels.audit.report.sentences import answer, headline
@@ -105,12 +105,12 @@ def test_goals_are_told_as_sizes_gains_and_losses_alike():
         goal("four GPUs", "times", None, None, most=1.3),
     ]
     assert goals.summary(found) == (
-        "Fastest beside its peer: norms, 1.250 × the peer's speed; a step, 0.800 × the peer's time. "
+        "Fastest of the goals: norms, 1.250 × the peer's speed; a step, 0.800 × the peer's time. "
         "Farthest from its goal: decode, 3.620 × the peer's time (goal ≤ 1.15); dX, 0.900 × the peer's speed "
         "(goal ≥ 0.97); dW, 0.700 × the peer's speed (goal ≥ 0.75); and 1 more. "
         "✘ 2 of 6 goals met, 1 not measured in this run."
     )
-    assert goals.summary(found[:1]) == ("Fastest beside its peer: norms, 1.250 × the peer's speed. ✔ 1 of 1 goals met.")
+    assert goals.summary(found[:1]) == ("Fastest of the goals: norms, 1.250 × the peer's speed. ✔ 1 of 1 goals met.")
     assert goals.counted([]) == "" and goals.counted(found[-1:]) == "no goal was measured"
     assert goals.summary([]) == "" and goals.summary(found[-1:]).startswith("None of 1 goals was measured")
 
@@ -380,6 +380,33 @@ def test_a_figures_alternative_text_is_its_own_title_or_what_stands_above_it(tmp
     body, _ = report.markdown(notebook, "gemm")
     wanted = ["A map", "A map", "Speed", "2 of 3 drift"]
     assert re.findall(r"!\[(.*)\]\(gemm_\d_\d.png\)", body) == wanted
+
+
+def test_a_heading_of_the_verdict_alone_is_not_shown():
+    notebook = executed("# GEMM", "## Every op", {"text/markdown": "a table"}, "## Status")
+    notebook.cells.append(nbformat.v4.new_code_cell("run.verdict()", metadata={"tags": [report.VERDICT]}))
+    body, _ = report.markdown(notebook, "gemm")
+    assert "Every op" in body and "a table" in body and "Status" not in body
+
+
+def test_a_report_about_others_is_titled_by_what_it_found(tmp_path):
+    place, rows = document(tmp_path / "recipes", ROW, CONTROL), [ROW.json(), CONTROL.json()]
+    assert report.title(place, rows) == "every bit agrees"
+    (place / report.FINDING).write_text("2 of 3 settings drift: a, b. None else.")
+    assert report.title(place, rows) == "2 of 3 settings drift"
+
+
+def test_a_published_page_names_a_file_as_it_is_packed(tmp_path):
+    place = document(tmp_path / "bench", ROW, CONTROL, title="Speed: fast?\n\nA line of `benchmark.jsonl` each")
+    (place / "benchmark.jsonl").write_text("{}\n")
+    report.publish(place)
+    assert "`benchmark.jsonl.xz`" in (place / "README.md").read_text() and (place / "benchmark.jsonl.xz").is_file()
+
+
+def test_a_dtype_of_which_no_bits_were_compared_is_told_so():
+    half = [replace(ROW, dtype="fp16", relation="accuracy").json(), replace(ROW, dtype="fp16").json()]
+    assert "✅ forward accuracy alone" in matrix([ROW.json(), half[0]])
+    assert "alone" not in matrix([ROW.json(), *half]) and "alone" not in matrix(half[:1])
 
 
 def test_jupyter_keeps_the_title_of_a_figure_with_it(monkeypatch):

@@ -78,7 +78,8 @@ def heat(
     if positive.count():
         norm = Normalize(0, top) if top else LogNorm(min(1.0, float(positive.min())), max(10.0, float(positive.max())))
         mesh = ax.pcolormesh(positive, norm=norm, edgecolor="white", linewidth=1, cmap="viridis_r")
-        figure.colorbar(mesh, ax=ax, label=unit, pad=0.01)
+        beyond = "max" if np.nanmax(data) > positive.max() else "neither"
+        figure.colorbar(mesh, ax=ax, label=unit, pad=0.01, extend=beyond)
     asked = np.array([[name in line for name in frame.columns] for line in values.values()])
     for (i, j), v in np.ndenumerate(data):
         two = share(v) if v < 1 and unit != "times" else f"{v:.2f}"

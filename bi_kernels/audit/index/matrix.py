@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from bi_kernels.audit.axes import Side
+from bi_kernels.audit.axes import BITS, Side
 from bi_kernels.audit.findings import LOCALISER, PASS, grouped, worst_of
 from bi_kernels.audit.report import escape
 from bi_kernels.audit.report.markdown import MARK, table
@@ -34,6 +34,7 @@ def cells(rows: Iterable[dict]) -> dict[str, dict[str, dict[str, str]]]:
 def matrix(rows: Iterable[dict]) -> str:
     """Returns the status matrix of some verdicts as a table, '' where no op was judged."""
     lines = []
+    of_bits = lambda names: any(RELATION[name] in BITS for name in names)
     for op, properties in cells(rows).items():
         told = [
             (d if d in DTYPES else OTHER, verdict, name) for name, of in properties.items() for d, verdict in of.items()
@@ -43,6 +44,8 @@ def matrix(rows: Iterable[dict]) -> str:
         for dtype in (*DTYPES, OTHER):
             verdicts = grouped(of_dtype.get(dtype, ()), lambda t: t[1])
             wrong = [f"{MARK[v]} {', '.join(dict.fromkeys(t[2] for t in verdicts[v]))}" for v in verdicts if v != PASS]
-            line[dtype] = "; ".join(wrong) or MARK[PASS if verdicts else ""]
+            passed = [t[2] for t in verdicts.get(PASS, ())]
+            named = f" {', '.join(passed)} alone" * (of_bits({t[2] for t in told}) and not of_bits(passed))
+            line[dtype] = "; ".join(wrong) or (f"{MARK[PASS]}{named}" if verdicts else MARK[""])
         lines.append(line)
     return table(lines) if lines else ""

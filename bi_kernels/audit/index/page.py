@@ -136,7 +136,9 @@ def _sum(found: Sequence[Document]) -> str:
     verdicts = [d.verdict for d in found if d.verdict]
     devices = ", ".join(dict.fromkeys(d.made.get("device", "unknown device") for d in found))
     where = reports.ON_INTERPRETER if devices == "interpreter" else f"{escape.text(devices)}."
-    return f"{where} {verdicts.count(PASS)} of {len(verdicts)} pass." if verdicts else where
+    rest = len(found) - len(verdicts)
+    goals = f"; {rest} more {'has' if rest == 1 else 'have'} goals and no verdict" * bool(rest)
+    return f"{where} {verdicts.count(PASS)} of {len(verdicts)} pass{goals}." if verdicts else where
 
 
 def _name(folder: Path, place: Path, found: Sequence[Document]) -> str:
@@ -166,7 +168,7 @@ def report(folder: Path, every: dict[Path, list[Document]] | None = None) -> dic
         "index.md.jinja",
         title=TITLE,
         older=OLDER,
-        promised=reports.promised(folder),
+        promised=f"{reports.reading(folder)} {reports.promised(folder)}".strip(),
         lead=lead([d for found in every.values() for d in found], here),
         picture=PICTURE if files else "",
         places=places,

@@ -4,6 +4,7 @@ provenance. Today's generator can write any report anew that has its notebook; a
 import json
 import os
 import re
+from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,7 +36,8 @@ if TYPE_CHECKING:
 NOTEBOOK, PAGE = "notebook.ipynb", "README.md"
 FINDING = "finding.txt"  # plain sentences about others than this package, with which a report begins
 # tags of cells; the report begins with the verdict and ends with the provenance
-NOT_SHOWN = {"papermill-error-cell-tag", "injected-parameters", "parameters", "setup", "nbval-check-output"}
+VERDICT = "nbval-check-output"
+NOT_SHOWN = {"papermill-error-cell-tag", "injected-parameters", "parameters", "setup", VERDICT}
 PROVENANCE = "run.provenance()"
 UNSHOWN = "The notebook is not shown: "  # how the report of one begins that nbconvert cannot render
 STOPPED = "the notebook stopped: "  # how the row of an audit begins that did not run to its end
@@ -48,7 +50,8 @@ WITH_ALT = """{% extends 'markdown/index.md.j2' %}
 
 STOCK = "stock PyTorch (a control, not this package)"
 ON_INTERPRETER = "On Triton's interpreter: no statement about a GPU."
-LIMITS, OURS = Path("docs", "limits.md"), Path("bi_kernels", "contract.toml")  # of a checkout
+LIMITS, READING = Path("docs", "limits.md"), Path("docs", "auditing.md")  # of a checkout, as is what follows
+OURS = Path("bi_kernels", "contract.toml")
 TEMPLATES = Environment(
     loader=FileSystemLoader(Path(__file__).parent), undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
 )
@@ -62,10 +65,19 @@ def render(template: str, **given) -> str:
 
 def promised(folder: Path) -> str:
     """Returns the link from a folder of a checkout to what is promised, and where; '' of any other folder."""
+    return _linked(folder, "What is promised, and where", LIMITS)
+
+
+def reading(folder: Path) -> str:
+    """Returns the link from a folder of a checkout to how a report is read; '' of any other folder."""
+    return _linked(folder, "How to read a report", READING, "#how-to-read-a-report")
+
+
+def _linked(folder: Path, text: str, file: Path, heading: str = "") -> str:
     folder = folder.resolve()
     for root in folder.parents:
-        if (root / LIMITS).is_file() and (root / OURS).is_file():
-            return f"[What is promised, and where]({Path(os.path.relpath(root / LIMITS, folder)).as_posix()})."
+        if (root / file).is_file() and (root / OURS).is_file():
+            return f"[{text}]({Path(os.path.relpath(root / file, folder)).as_posix()}{heading})."
     return ""
 
 
@@ -99,8 +111,8 @@ def finding(folder: Path, rows: list[dict]) -> str:
     return " ".join(filter(None, (said, met)))
 
 
-def _begun(text: str) -> str:
-    return text[:1].upper() + text[1:]
+def _begun(text: str, case: Callable = str.upper) -> str:
+    return case(text[:1]) + text[1:]
 
 
 def verdict(folder: Path, rows: list[dict]) -> str:
@@ -122,6 +134,8 @@ def title(folder: Path, rows: list[dict]) -> str:
         return "a control was missed" if needs_fix(rows) else "nothing was judged"
     if verdict_of(rows) == UNSUPPORTED:
         return "time was up" if late(rows) else "nothing could be judged"
+    if (folder / FINDING).is_file():
+        return _begun(re.split("[:,;.]", others(folder))[0], str.lower)
     if compares_bits(rows):
         return "every bit agrees"
     return goals.counted(goals.read(folder)) or "every check passes"
@@ -164,6 +178,9 @@ def markdown(notebook: "NotebookNode", name: str) -> tuple[str, dict[str, bytes]
             cell.outputs = []
     if raised(notebook.cells[-1]):  # it asserts what the verdict above it says
         notebook.cells[-1].outputs = []
+    for i, cell in reversed([*enumerate(notebook.cells)][1:]):  # a heading of the verdict alone, which is not shown
+        if VERDICT in cell.metadata.get("tags", ()) and notebook.cells[i - 1].cell_type == "markdown":
+            del notebook.cells[i - 1]
     describe(notebook)
     config = Config()
     config.MarkdownExporter.exclude_input = True
@@ -228,10 +245,11 @@ def raised(cell: "NotebookNode") -> bool:
 def publish(folder: Path) -> None:
     """Packs the verdicts and benchmarks of a report, has it say so, and drops its notebook, which any run makes again;
     but not one that the report could not show. What was interrupted goes on where it stopped."""
+    text = (folder / PAGE).read_text(encoding="utf-8")
     for path in (folder / VERDICTS, *folder.glob("*.jsonl")):
         if path.is_file():
             pack(path)
-    text = (folder / PAGE).read_text(encoding="utf-8")
+            text = text.replace(f"`{path.name}`", f"`{path.name}.xz`")
     text = text.replace(f", {escape.link(NOTEBOOK, NOTEBOOK)}", "")
     text = text.replace(escape.link(VERDICTS, VERDICTS), escape.link(PACKED, PACKED))
     (folder / PAGE).write_text(text, encoding="utf-8")

@@ -100,9 +100,8 @@ def layout_rows(target: ModelTarget, only: Collection[str] = ()) -> Iterator[Row
     said = {"rows": target.count, "tensor": "tensors that are zero", "detail": f"SHA-256 {sha256(first)}"}
     yield target.row(PRECONDITION, "packed", Drift(zero, len(first)), **said)
     runs = CONTRACT["sweep"]["runs" if target.device.type == "cuda" else "interpreter_gradient_runs"]
-    for layout, calls in target.layouts.items():
-        if only and layout not in only:
-            continue
+    asked = {layout: calls for layout, calls in target.layouts.items() if not only or layout in only}
+    for layout, calls in asked.items():
         again = layout == "packed"
         for _ in range(runs - 1 if again else 1):
             found = target.run(layout)
@@ -111,7 +110,7 @@ def layout_rows(target: ModelTarget, only: Collection[str] = ()) -> Iterator[Row
                 break
         target.drifts[layout] = drifts
         detail = f"{runs} runs" if again else shapes_launched(calls)
-        if layout == [*target.layouts][-1]:
+        if layout == [*asked][-1]:
             detail += f"; SHA-256 {sha256(found)}"
         said, logprob = {"rows": target.count, "detail": detail}, {"logprob": drifts["logprob"]}
         forward, backward = [Relation.DETERMINISM] * 2 if again else (Relation.INVARIANCE, Relation.GRADIENT)

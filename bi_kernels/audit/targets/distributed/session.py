@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from bi_kernels.audit.axes import Side
+from bi_kernels.audit.axes import HASH, Side
 from bi_kernels.audit.compare import Drift, compare, raw
 from bi_kernels.audit.findings import PRECONDITION, Row
 from bi_kernels.audit.parameters import choose, read
@@ -22,8 +22,8 @@ from bi_kernels.audit.targets.model import Relation
 
 COMPARED = {  # by relation: the values' kind, and what a row calls them
     Relation.INVARIANCE: ("logprob", "logprob"),
-    Relation.GRADIENT: ("gradient", "gradients"),
-    Side.TRAINED: ("weight", "weights"),
+    Relation.GRADIENT: ("gradient", f"{HASH} of gradients"),
+    Side.TRAINED: ("weight", f"{HASH} of weights"),
     Relation.PARITY: ("decode", "logprob"),
 }
 HASHED = "gradient", "weight"  # kinds of values that are SHA-256; others are logprobs
