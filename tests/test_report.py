@@ -24,6 +24,7 @@ from bi_kernels.audit.parameters import command
 from bi_kernels.audit.report import escape, tables
 from bi_kernels.audit.report.any_callable import Report
 from bi_kernels.audit.report.groups import LINES, WIDTH, group_rows, terminal
+from bi_kernels.audit.report.markdown import table
 from bi_kernels.audit.report.sentences import answer, headline
 from bi_kernels.audit.runs.summary import summary
 from helpers import figures
@@ -347,3 +348,11 @@ def test_a_heat_map_has_a_color_for_inf_and_calls_nothing_1_that_is_below():
     assert figures.share(0.9999999999) == "0.99" and figures._short(999.5) == "1k" and figures._short(999_500) == "1M"
     assert ax.collections[0].get_array().compressed().tolist() == [0.9996, 1.0, 1.0, 0.004]
     plt.close(figure)
+
+
+@pytest.mark.parametrize("differs, headings", [("b", ["a b c d e f", "a b g h"]), ("e", ["a b c d e f · g · h"])])
+def test_a_wide_table_is_in_parts_that_say_which_line_is_which(differs, headings):
+    text = table([dict.fromkeys("abcdefgh", 0) | {differs: i} for i in range(2)])
+    first = [part.splitlines()[0].strip("| ") for part in text.split("\n\n")]
+    assert [re.sub(r" *\| *", " ", line) for line in first] == headings
+    assert all(len(part.splitlines()) == 4 for part in text.split("\n\n"))
