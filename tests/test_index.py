@@ -105,12 +105,14 @@ def test_goals_are_told_as_sizes_gains_and_losses_alike():
         goal("four GPUs", "times", None, None, most=1.3),
     ]
     assert goals.summary(found) == (
-        "Fastest of the goals: norms, 1.250 × the peer's speed; a step, 0.800 × the peer's time. "
+        "Largest gain among the goals: norms, 1.250 × the peer's speed; a step, 0.800 × the peer's time. "
         "Farthest from its goal: decode, 3.620 × the peer's time (goal ≤ 1.15); dX, 0.900 × the peer's speed "
         "(goal ≥ 0.97); dW, 0.700 × the peer's speed (goal ≥ 0.75); and 1 more. "
         "✘ 2 of 6 goals met, 1 not measured in this run."
     )
-    assert goals.summary(found[:1]) == ("Fastest of the goals: norms, 1.250 × the peer's speed. ✔ 1 of 1 goals met.")
+    assert goals.summary(found[:1]) == (
+        "Largest gain among the goals: norms, 1.250 × the peer's speed. ✔ 1 of 1 goals met."
+    )
     assert goals.counted([]) == "" and goals.counted(found[-1:]) == "no goal was measured"
     assert goals.summary([]) == "" and goals.summary(found[-1:]).startswith("None of 1 goals was measured")
 

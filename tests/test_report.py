@@ -18,7 +18,7 @@ from markdown_it import MarkdownIt
 
 from bi_kernels.audit import audit
 from bi_kernels.audit.axes import NO_GRAD_NEEDED, Kind, axes_of, side_of
-from bi_kernels.audit.findings import NEEDS_FIX, PASS, UNSUPPORTED, Row
+from bi_kernels.audit.findings import LATE, NEEDS_FIX, PASS, UNSUPPORTED, Row
 from bi_kernels.audit.index.report import page
 from bi_kernels.audit.parameters import command
 from bi_kernels.audit.report import escape, tables
@@ -193,6 +193,16 @@ TRAINED = ("unaligned view", [Kind.MEMORY, Kind.MODE]), ("packed", [Kind.MODE])
         ([ROW, failed(relation="atomics-free", detail="atomic_add")], "may change the order of a sum: atomic_add"),
         ([failed(mismatches=None, detail="not reached")], "not reached"),
         ([replace(ROW, verdict=UNSUPPORTED, detail="TypeError: fp64")], "it could not be judged: TypeError: fp64"),
+        (
+            [
+                ROW,
+                *(
+                    replace(ROW, verdict=UNSUPPORTED, layout=LATE, detail=f"{n}: no time is left")
+                    for n in ("a, b", "c")
+                ),
+            ],
+            "every bit agrees in 64 elements (forward); not judged: a, b, c: no time",
+        ),
         ([ROW, replace(ROW, control=True, verdict=NEEDS_FIX)], "every bit agrees in 64 elements"),
         (
             [

@@ -265,6 +265,15 @@ def test_an_interrupted_run_publishes_what_had_ended(tmp_path, monkeypatch, bi_a
     assert (tmp_path / "audits" / "interpreter-tiny" / "gemm" / PACKED).is_file()
 
 
+def test_an_interrupted_run_of_which_nothing_had_ended_leaves_nothing(tmp_path, monkeypatch, bi_audit):
+    def run(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "run", run)
+    assert bi_audit("run", "gemm", "--out", tmp_path / "out").returncode == 130
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.slow
 def test_the_quick_run_finds_a_drift_of_a_single_op(tmp_path):
     (tmp_path / "mine.py").write_text("import torch\n\n\ndef scale(x, factor):\n    return x * factor * len(x)\n")

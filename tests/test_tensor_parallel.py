@@ -16,12 +16,14 @@ from hypothesis import strategies as st
 from ranks_tensor import MIXTURES, SEQUENCE, VARIANTS
 
 from bi_kernels.audit import start
+from bi_kernels.audit.compare import Drift
 from bi_kernels.audit.index import goals
 from bi_kernels.audit.parameters import WorldParameters
+from bi_kernels.audit.report.sentences import answer
 from bi_kernels.audit.targets.candidates import Candidate
 from bi_kernels.audit.targets.distributed.controls import HERE
 from bi_kernels.audit.targets.distributed.launch import launch
-from bi_kernels.audit.targets.distributed.session import TIMING, DistributedSession, Evidence
+from bi_kernels.audit.targets.distributed.session import COMPARED, HASHED, TIMING, DistributedSession, Evidence
 from bi_kernels.audit.targets.distributed.step import ONE_RANK, ParallelConfig
 from bi_kernels.contract import CONTRACT
 from bi_kernels.ops.vocabulary import BLOCK
@@ -248,3 +250,11 @@ def test_an_audit_of_large_worlds_alone_keeps_one_rank_and_the_controls():
     assert {c.ranks for c in session.configs} == {1, 4} and session.sizes == [1, 2, 4]
     with pytest.raises(ValueError, match="least is 4, expected at most nproc, 2"):
         WorldParameters(nproc=2, least=4)
+
+
+def test_hashes_are_not_counted_as_elements():
+    given = {"nproc": 2, "least": 2, "dtype": "bf16", "shapes": "tiny"}
+    session = DistributedSession("world", given, torch.device("cpu"), Candidate("bi_kernels", {}))
+    hashed = {relation: tensor for relation, (kind, tensor) in COMPARED.items() if kind in HASHED}
+    said = answer([session._row(relation, session.configs[0], Drift(0, 68), of) for relation, of in hashed.items()])
+    assert "every bit agrees in 136 SHA-256" in said and "elements" not in said

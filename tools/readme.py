@@ -92,7 +92,7 @@ def versions() -> str:
 def models() -> str:
     """Returns what docs/families.md begins with."""
     (said,) = re.findall(r"^\*\*(.*?)\*\*", (ROOT / "docs" / "families.md").read_text(), re.S | re.M)
-    asked = "Asked were tiny ones of random weights, in fp32, on the interpreter."
+    asked = "Each was tried as a tiny model with random weights, in fp32, on the interpreter."
     return f"**{' '.join(said.split())}** {asked} [Each of them](docs/families.md)."
 
 
@@ -164,12 +164,16 @@ def speed() -> str:
     return table(["what", "against", "mean", "range"], rows)
 
 
+def _cells(line: str) -> list[str]:
+    *first, last = line.strip("|").split("|")
+    return [cell.strip() for cell in (*first, *last.split(" · "))]  # the last columns of a wide table share one
+
+
 def tables(path: Path, column: str) -> list[dict[str, str]]:
     """Returns the rows of the Markdown tables of a report that have a column."""
     found: list[dict[str, str]] = []
     for text in re.findall(r"(?:^\|.*\n)+", path.read_text(), re.M):
-        cells = lambda line: re.split(r" *\| *| · ", line.strip("| "))  # the last of a wide table share one
-        head, _, *rows = map(cells, text.strip().splitlines())
+        head, _, *rows = map(_cells, text.strip().splitlines())
         found += [dict(zip(head, cells)) for cells in rows] if column in head else []
     return found
 

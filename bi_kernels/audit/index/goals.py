@@ -45,7 +45,7 @@ def summary(found: Sequence[dict]) -> str:
     ahead = [f for f in known if _gain(f) > 1]
     missed = [f for f in known if not f["met"]]
     of_goal = lambda f: f"{_size(f)} (goal {bar(f['goal'])})"
-    said = _named("Fastest of the goals", sorted(ahead, key=_gain, reverse=True), _size)
+    said = _named("Largest gain among the goals", sorted(ahead, key=_gain, reverse=True), _size)
     said += _named("Farthest from its goal", sorted(missed, key=_times_missed, reverse=True), of_goal)
     said += f"{MISSED if any(f['met'] is False for f in found) else MET} {counted(found)}"
     return said + (f", {unknown} not measured in this run." if unknown else ".")

@@ -4,7 +4,6 @@ provenance. Today's generator can write any report anew that has its notebook; a
 import json
 import os
 import re
-from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -111,8 +110,8 @@ def finding(folder: Path, rows: list[dict]) -> str:
     return " ".join(filter(None, (said, met)))
 
 
-def _begun(text: str, case: Callable = str.upper) -> str:
-    return case(text[:1]) + text[1:]
+def _begun(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def verdict(folder: Path, rows: list[dict]) -> str:
@@ -134,8 +133,8 @@ def title(folder: Path, rows: list[dict]) -> str:
         return "a control was missed" if needs_fix(rows) else "nothing was judged"
     if verdict_of(rows) == UNSUPPORTED:
         return "time was up" if late(rows) else "nothing could be judged"
-    if (folder / FINDING).is_file():
-        return _begun(re.split("[:,;.]", others(folder))[0], str.lower)
+    if said := others(folder):
+        return said[0].lower() + re.split(r"[:,;.](?:\s|$)", said[1:])[0]
     if compares_bits(rows):
         return "every bit agrees"
     return goals.counted(goals.read(folder)) or "every check passes"

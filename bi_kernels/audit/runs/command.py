@@ -56,7 +56,8 @@ def run(given) -> None:
             try:
                 runner.run(todo, of_each, out, jobs, said, seconds, (given.cell_timeout, given.timeout), plan)
             except KeyboardInterrupt:
-                _index([*seconds], out, indexed[-1], given.publish)
+                if seconds:
+                    _index([*seconds], out, indexed[-1], given.publish)
                 raise
             _index(names, out, indexed[-1], given.publish)
             if given.publish and narrowed:
