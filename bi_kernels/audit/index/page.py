@@ -65,18 +65,19 @@ class Document:
         if self.mutants:
             lines = (page.read_text(encoding="utf-8") if page.exists() else "").splitlines() or [""]
             asked = lines[0].partition(": ")[2]
-            found, checks = next((line.split("**")[1] for line in lines if line.startswith("**")), ""), MARK[""]
+            found = next((line.split("**")[1] for line in lines if line.startswith("**")), "")
+            counts = [MARK[""]] * 3
         else:
             mark = MARK[self.verdict] if self.verdict else ""
             said = reports.others(self.path), mark, reports.finding(self.path, self.rows)
             found = " ".join(filter(None, said))
-            checks = reports.counted(self.rows)
+            counts = reports.counts(self.rows)
         made = [self.made.get("date", MARK[""]), self.made.get("commit", MARK[""])[:8], *[OLDER] * self.older(here)]
         return {
             "report": escape.link(name, page.relative_to(folder).as_posix()),
             "question": f"{asked[:1].upper()}{asked[1:]}",
             "found": found,
-            "checks": checks,
+            **dict(zip(("checks", "to fix", "controls caught"), counts, strict=True)),
             "made": ", ".join(made),
         }
 

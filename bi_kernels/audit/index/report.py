@@ -87,12 +87,17 @@ def subject(rows: list[dict]) -> str:
     return {"torch": STOCK, "zoo": "", "": ""}.get(name, escape.code(name))
 
 
-def counted(rows: list[dict]) -> str:
-    """Says how many checks were made, how many of them need a fix, and how many controls were caught."""
+def counts(rows: list[dict]) -> tuple[str, str, str]:
+    """Returns how many checks were made, how many of them need a fix, and how many controls were caught of how many."""
     controls = [r for r in rows if r["control"]]
     bad, count = len(needs_fix(r for r in rows if not r["control"])), len(rows) - len(controls)
-    caught = sum(bool(r["caught"]) for r in controls)
-    return f"{count:,} check{'s' * (count != 1)}, {bad:,} need a fix; controls caught: {caught} of {len(controls)}"
+    return f"{count:,}", f"{bad:,}", f"{sum(bool(r['caught']) for r in controls)} of {len(controls)}"
+
+
+def counted(rows: list[dict]) -> str:
+    """Says what `counts` returns."""
+    checks, bad, caught = counts(rows)
+    return f"{checks} check{'s' * (checks != '1')}, {bad} need a fix; controls caught: {caught}"
 
 
 def others(folder: Path) -> str:
