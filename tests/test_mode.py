@@ -1,11 +1,13 @@
 """`batch_invariant_mode`: models of other libraries keep their bits, and nothing is left behind."""
 
+import functools
 import threading
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from bi_kernels import MainGrads, TokenLayout, batch_invariant_mode
 from bi_kernels.mode.mode import ROUTES
@@ -226,6 +228,54 @@ def test_a_layout_says_where_padding_is():
         found.append([p.main_grad.clone() for p in model.parameters()])
         grads.release()
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_what_a_checkpoint_computes_again_is_in_the_mode_or_refused():
+    torch.manual_seed(0)
+    model, g = Gpt(layers=1), torch.Generator().manual_seed(3)
+    ids, lengths, found = torch.randint(0, 64, (3, 12), generator=g), [12, 4, 7], []
+    for again in (None, {"use_reentrant": False}, {"use_reentrant": True}):
+        for calls in ([[0, 1, 2]], [[0], [1], [2]]):
+            grads = MainGrads(model.parameters())
+            for rows in calls:
+                layout = TokenLayout.padded([lengths[i] for i in rows], max(lengths[i] for i in rows))
+                given = ids[rows, : layout.rows // len(rows)]
+                beside = torch.zeros(*given.shape, 64, requires_grad=True)  # as a reentrant checkpoint wants one
+                run = lambda t, beside: model(t) + beside
+                with layout, batch_invariant_mode(strict=True) as mode:
+                    if again:
+                        with pytest.raises(ValueError, match="called in a checkpoint.* checkpoint mode.within"):
+                            checkpoint(run, given, beside, **again)
+                        run = functools.partial(checkpoint, layout.within(mode.within(run)), **again)
+                    y = run(given, beside)
+                sum(y[j, : lengths[i]].square().sum() for j, i in enumerate(rows)).backward()
+            grads.join()
+            found.append([p.main_grad.clone() for p in model.parameters()])
+            grads.release()
+    assert all(found[0][0].any() and torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other))
+
+
+def test_a_weight_on_the_left_is_folded_over_tokens_too():
+    torch.manual_seed(0)
+    x, u, found = torch.randn(6, WIDTH, 9), torch.randn(6, ROWS, 9), []
+    for split in ([6], [1] * 6, [2, 4]):
+        w = nn.Parameter(torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1)))
+        grads = MainGrads([w])
+        with batch_invariant_mode(strict=True):
+            for part, upstream in zip(x.split(split), u.split(split)):
+                with TokenLayout.packed([9 * i for i in range(len(part) + 1)]):
+                    ((w @ part) * upstream).sum().backward()
+        grads.join()
+        found.append(w.main_grad)
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    assert (found[0] - torch.einsum("bmt,bkt->mk", u, x)).abs().max() < 1e-3
+
+
+def test_the_gradient_of_a_stack_of_matrices_is_named():
+    stack = nn.Parameter(torch.randn(3, 5, 4))
+    with batch_invariant_mode() as mode:
+        torch.bmm(torch.randn(3, 2, 5), stack)
+    assert "the gradient of a parameter in bmm" in mode.report()
 
 
 def test_half_of_a_parameter_s_columns_keeps_pytorch_s_gradient():

@@ -299,6 +299,18 @@ def test_checkpointing_without_the_call_is_refused(monkeypatch):
         step(model, STEPS["left padded"])
 
 
+def test_the_models_own_loss_has_its_gradients_where_layers_are_computed_again():
+    found = []
+    for reentrant in (None, False, True):
+        for calls in ([EVERY], [[i] for i in EVERY]):
+            model = applied().train()
+            if reentrant is not None:
+                model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            found.append(step_of_loss(model, [padded(rows)[0] for rows in calls]))
+    for other in found[1:]:
+        assert_same(other, found[0])
+
+
 def test_the_models_own_loss_and_logits():
     """labels, num_items_in_batch and logits_to_keep as Trainer and others pass them; positions from the mask, or of a
     batch that a collator has flattened."""

@@ -122,6 +122,7 @@ def test_bad_calls_are_refused_in_one_sentence():
     ids, mask = given["input_ids"], given["attention_mask"]
     row, ends, holes = ids.view(1, 40), torch.tensor([0, 5, 19]), mask.clone()
     holes[0, 2] = 0
+    at = {"position_ids": torch.arange(20).repeat(2)[None]}
     both = {"attention_mask": mask.view(1, 40), "cu_seqlens": torch.tensor([0, 40])}
     for sentence, call, *args, more in (
         (r"attention_mask has shape \(2, 19\), expected \(2, 20\)", model, ids, mask[:, 1:], {}),
@@ -136,6 +137,14 @@ def test_bad_calls_are_refused_in_one_sentence():
         (r"cu_seqlens is of shape \(0,\)", logprobs, model, row, {"cu_seqlens": ends[:0]}),
         ("cu_seq_lens_q is of .* dtype torch.float32", model, row, {"cu_seq_lens_q": ends.float()}),
         (r"logprobs: input_ids has shape \(20,\), expected", logprobs, model, ids[0], {}),
+        (r"logprobs: input_ids has shape \(2, 0\), expected a token or more", logprobs, model, ids[:, :0], {}),
+        (
+            "logprobs: position_ids restart among the tokens of att",
+            logprobs,
+            model,
+            row,
+            {"attention_mask": row**0} | at,
+        ),
         ("logprobs: input_ids is a list, expected a torch.Tensor", logprobs, model, ids.tolist(), {}),
         (r"labels has shape \(2, 19\), expected \(2, 20\)", model, ids, mask, {"labels": ids[:, 1:]}),
         (r"position_ids has shape \(2, 7\), expected \(2, 20\)", model, ids, {"position_ids": ids[:, :7]}),

@@ -156,6 +156,12 @@ def matmul(mode, func, a, b=None, out=None, *, mat2=None):
         y = product(mode, a, b[None], None, across=False)
         return unknown(mode, func) if y is NotImplemented else y[..., 0]
     mode.meets_sum(a.shape[-1])
+    if a.dim() == 2 and b.dim() >= 2 and is_parameter(a) and not is_parameter(b):  # tokens are columns of b
+        y = product(mode, b.mT, a, None, across=False)
+        return unknown(mode, func) if y is NotImplemented else y.mT
+    theirs = (a, *([b] if b.dim() > 2 else ()))  # a trial counts the parameters that no op of ours reads
+    if torch.is_grad_enabled() and not mode.in_trial and any(map(is_parameter, theirs)):
+        mode.meets_unknown(f"the gradient of a parameter in {func.__name__}")
     y = product(mode, a, b, None, across=True) if b.dim() == 2 else _batched(a, b)
     return unknown(mode, func) if y is NotImplemented else y
 

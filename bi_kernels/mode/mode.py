@@ -12,14 +12,17 @@ our ops: over features row by row, and for a parameter over the tokens in the or
 with a `main_grad` keeps it through views and casts. What is neither is left to PyTorch, and `report` names it.
 """
 
+import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import wraps
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.utils import checkpoint
 
 from bi_kernels.mode import functions, parameters
 from bi_kernels.mode.parameters import OP, left, unknown
@@ -40,6 +43,31 @@ class batch_invariant_mode(TorchFunctionMode):
         self.strict = strict
         self.routed: Counter[str] = Counter()
         self.unknown: Counter[str] = Counter()
+        self._entered: list[int] = []  # how many checkpoints each entry is within
+
+    def __enter__(self) -> "batch_invariant_mode":
+        self._entered.append(_checkpoints())
+        return super().__enter__()
+
+    def __exit__(self, *error) -> None:
+        self._entered.pop()
+        super().__exit__(*error)
+
+    def within(self, function: Callable) -> Callable:
+        """`function` under this mode wherever it is called, as activation checkpointing does inside backward."""
+
+        @wraps(function)
+        def called(*args, **kwargs):
+            if self not in _get_current_function_mode_stack():
+                with self:
+                    return function(*args, **kwargs)
+            self._entered.append(_checkpoints())
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self._entered.pop()
+
+        return called
 
     def __torch_function__(self, func: Callable, types, args=(), kwargs=None):
         route, kwargs = ROUTES.get(func, unknown), kwargs or {}
@@ -69,7 +97,13 @@ class batch_invariant_mode(TorchFunctionMode):
         """Is told of each index, where gradients are wanted."""
 
     def meets_routed(self, name: str) -> None:
-        """Counts a function that our ops computed."""
+        """Counts a function that our ops computed. Raises ValueError for one that a checkpoint will compute again where
+        the mode is not entered."""
+        if not torch.compiler.is_compiling() and self._entered and _checkpoints() > self._entered[-1]:
+            raise ValueError(
+                f"{OP}: {name} is called in a checkpoint, which computes it again outside the mode; checkpoint "
+                "mode.within(function) instead of function"
+            )
         self.routed[name] += 1
 
     def meets_sum(self, *sizes: int) -> None:
@@ -88,6 +122,15 @@ class batch_invariant_mode(TorchFunctionMode):
         if self.unknown:
             lines.append(f"Left to PyTorch, and perhaps not batch-invariant: {listed(self.unknown)}")
         return "\n".join(lines)
+
+
+def _checkpoints() -> int:
+    """Returns how many activation checkpoints the caller's caller is within."""
+    frame, count = sys._getframe(2), 0
+    while frame is not None:
+        count += frame.f_code.co_filename == checkpoint.__file__
+        frame = frame.f_back
+    return count
 
 
 def _named(args: tuple, kwargs: dict) -> tuple[tuple, dict]:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 import bi_kernels as bi
+from bi_kernels.checks import can_wait
 from bi_kernels.integrations.transformers.data_parallel import adopt, check_reached, own
 from bi_kernels.integrations.transformers.layout import read
 from bi_kernels.integrations.transformers.swap import OPS, causal_lm, check_parts
@@ -39,6 +40,14 @@ def causal_lm_loss(
     return -logprob.sum() / items
 
 
+def _restarts(ids: Tensor, mask: Tensor | None, positions: Tensor | None) -> bool:
+    """Tells whether positions begin anew within the tokens of a row's mask, where that can be waited for."""
+    if mask is None or positions is None or not mask.shape == positions.shape == ids.shape or not can_wait(ids):
+        return False
+    seen = mask.bool()
+    return bool(((positions[:, 1:] <= positions[:, :-1]) & seen[:, 1:] & seen[:, :-1]).any())
+
+
 def logprobs(
     model: nn.Module,
     input_ids: Tensor,
@@ -70,6 +79,15 @@ def logprobs(
         raise TypeError(f"logprobs: input_ids is a {type(input_ids).__name__}, expected a torch.Tensor (batch, length)")
     if input_ids.dim() != 2:
         raise ValueError(f"logprobs: input_ids has shape {tuple(input_ids.shape)}, expected (batch, length)")
+    if input_ids.is_floating_point():
+        raise TypeError(f"logprobs: input_ids has dtype {input_ids.dtype}, expected integers")
+    if not input_ids.numel():
+        raise ValueError(f"logprobs: input_ids has shape {tuple(input_ids.shape)}, expected a token or more")
+    if _restarts(input_ids, attention_mask, position_ids):
+        raise ValueError(
+            "logprobs: position_ids restart among the tokens of attention_mask, which would be one sequence; expected "
+            "no attention_mask for a packed row, or cu_seqlens in its place"
+        )
     call = read(input_ids, attention_mask, position_ids, cu_seqlens=cu_seqlens)
     sharded, ddp = adopt(owner) if torch.is_grad_enabled() and not torch.compiler.is_compiling() else ([], None)
     call.folds.is_watched = ddp is not None and ddp.find_unused_parameters
