@@ -1,5 +1,6 @@
 """fp32 gradient buffers on parameters (`main_grad`), and the masters that an optimizer steps."""
 
+import warnings
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from itertools import count
@@ -79,6 +80,7 @@ class MainGrads:
         self.mark()
         for p in self.tied:
             p.embedding_main_grad = torch.zeros_like(p.main_grad)
+        self._joined: list[int] = []  # versions of the masters after a join that nobody has finished
 
     def _tree(self, groups: int, world: dist.ProcessGroup | None) -> GroupTree | None:
         if isinstance(groups, bool) or not isinstance(groups, int) or not 0 < groups < 2**31:
@@ -178,7 +180,20 @@ class MainGrads:
     def join(self) -> None:
         """The one addition of a tied parameter's two folds: main_grad += embedding_main_grad, which is zeroed; and of
         what still stands in `.grad`. With groups, each had that when it was closed, and their sum is left in main_grad
-        of every rank, or in the masters' `.grad` where they are sharded."""
+        of every rank, or in the masters' `.grad` where they are sharded. Raises ValueError where an optimizer has
+        changed the masters since the last join, and `finish` was not called."""
+        if self._joined and self._joined != self._versions():
+            raise ValueError(
+                "MainGrads: join was called where the masters of the step before are not in the parameters yet, "
+                "expected finish after the optimizer's step"
+            )
+        self._gather()
+        self._joined = self._versions()
+
+    def _versions(self) -> list[int]:
+        return [master._version for master in self._made]
+
+    def _gather(self) -> None:
         self._follow()
         if self.tree is None:
             self._join_tied()
@@ -207,7 +222,15 @@ class MainGrads:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """After the optimizer's step: the masters rounded into the parameters, the buffers zeroed."""
+        """After the optimizer's step: the masters rounded into the parameters, the buffers zeroed. Warns where nobody
+        has asked for masters, so that no optimizer has trained any."""
+        if not self._made and self.parameters:
+            warnings.warn(
+                "MainGrads: finish was called, and no optimizer has the masters; expected torch.optim.AdamW("
+                "grads.masters) or the like, unless you change the parameters yourself",
+                stacklevel=3,
+            )
+        self._joined = []
         self._round()
         self._zero()
 
@@ -270,6 +293,7 @@ class MainGrads:
         contract, or of another rank."""
         for master, theirs in zip(self.masters, _masters_of(state, self._said(), self.masters)):
             master.copy_(theirs)
+        self._joined = []
         self._join_tied()
         self.collect()
         self._round()

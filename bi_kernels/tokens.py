@@ -42,6 +42,8 @@ ENTERED = "bi_kernels: a token layout was entered"
 _ids = count()
 _live: WeakValueDictionary[int, "TokenLayout"] = WeakValueDictionary()
 LIVE_MAIN_GRADS: WeakValueDictionary[int, Any] = WeakValueDictionary()  # every MainGrads in use, by its number
+# whether an embedding folded first, by where a gradient lies, of the backward that is under way
+_folded: dict[int, dict[tuple[torch.device, int], bool]] = {}
 
 
 @jit
@@ -385,7 +387,33 @@ def gradient_of(
         buffer = embedding_grad(parameter) if op == "embedding" else main_grad(op, parameter, name)
     if buffer is None:
         return torch.empty_like(parameter, memory_format=torch.contiguous_format), False
+    if not torch.compiler.is_compiling():
+        _tell_second_use(op, name, buffer)
     return buffer, True
+
+
+def _tell_second_use(op: str, name: str, buffer: torch.Tensor) -> None:
+    """Warns where one backward comes to a buffer twice: the second fold goes on with the first, so that the result
+    depends on how a batch is split. Raises ValueError where an embedding is one of the two, which has a remedy."""
+    if (backward := compat.current_backward()) < 0 or not buffer.numel():
+        return
+    if backward not in _folded:
+        _folded.clear()
+        _folded[backward] = {}
+    folded, place, embeds = _folded[backward], (buffer.device, buffer.data_ptr()), op == "embedding"
+    if place not in folded:  # by address: a transposed weight has a view of its buffer
+        folded[place] = embeds
+        return
+    if folded[place] != embeds:
+        raise ValueError(
+            f"{op}: {name} is both an embedding's and a product's, and has one main_grad; expected it among the `tied` "
+            "of MainGrads, which keeps a buffer for each"
+        )
+    warnings.warn(
+        f"{op}: a backward comes to {name} twice, so that its gradient depends on how a batch is split; expected each "
+        "parameter to be used once in a loss",
+        stacklevel=3,
+    )
 
 
 def consume_zero_flag(buffer: torch.Tensor) -> bool:

@@ -1,7 +1,6 @@
 """What a mutant is asked: the questions of the audits of the ops that it may change, those that kill most first."""
 
 import json
-import signal
 import sys
 import time
 from collections import deque
@@ -29,7 +28,7 @@ from bi_kernels.ops.gemm.kernel import launch
 from bi_kernels.ops.gemm.kernel import tiles as every_tile
 from helpers import attention, attention_edges, elementwise, gemm, vocabulary, without_main_grad
 from mutation import adapter, models, sm_90
-from mutation.judge import PASSED
+from mutation.judge import PASSED, Patience
 from mutation.reach import ALL, LARGE, SM_90
 
 MODELS = {"experts": models.experts, "mode": models.mode, "transformers": adapter.transformers}
@@ -393,7 +392,7 @@ def killer(
     asks: list[tuple[str, str, str]],
     seeds: Sequence[int],
     device: str,
-    patience: int,
+    patience: Patience,
     only: Sequence[str] = (),
     passed: Sequence[dict] = (),
     likely: dict | None = None,
@@ -404,15 +403,15 @@ def killer(
     seed; its `verdict` is "survived" where none did, or none does with another seed. `longest` is the seconds that an
     answer took at most, `took` those of each stage.
 
-    asks: ops, dtypes, and how much is asked; patience: seconds after which a signal ends this process, where no answer
-    comes; 0: never; only: the stages that are asked, or all; passed: the stages that are known to pass with the first
-    seed, as an earlier process printed them; likely: op, dtype and stage that are asked first, as what killed before.
+    asks: ops, dtypes, and how much is asked; patience: ends this process where no answer comes; only: the stages that
+    are asked, or all; passed: the stages that are known to pass with the first seed, as an earlier process printed
+    them; likely: op, dtype and stage that are asked first, as what killed before.
     """
     asks, first, by_seed, likely = list(map(tuple, asks)), {}, {}, likely or {}
     for seed in seeds:
         asks.sort(key=lambda ask: ask[:2] != (likely.get("op"), likely.get("dtype")))
         found = _killer(asks, device, seed, patience, likely, only, None if first else passed)
-        signal.alarm(0)
+        patience.end()
         if found["verdict"] == "survived":
             by = "killed by {relation} {layout} of {op}, {dtype}, with seed".format_map(first) if first else ""
             return found | ({"detail": f"{by} {seeds[0]}, but by nothing with seed {seed}"} if first else {})
@@ -432,7 +431,7 @@ def _killer(
     asks: list[tuple[str, str, str]],
     device: str,
     seed: int,
-    patience: int,
+    patience: Patience,
     likely: dict,
     only: Sequence[str],
     passed: Sequence[dict] | None,
@@ -447,7 +446,7 @@ def _killer(
         (op, dtype, depth), mine = turn = turns.popleft()
         relation, layout, detail, stage, killed = "raised", "", "", "", False
         try:
-            signal.alarm(patience)
+            patience.begin()
             stage, rows = next(mine, ("", ()))
             began = time.monotonic()
             if there := known.get((op, dtype, stage)):
@@ -456,7 +455,7 @@ def _killer(
                 continue
             so_far = count
             for row in rows if not only or stage in only else ():
-                signal.alarm(patience)
+                patience.begin()
                 now = time.monotonic()
                 count, longest, last = count + 1, max(longest, now - last), now
                 if killed := row.verdict == NEEDS_FIX:

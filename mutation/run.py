@@ -21,7 +21,7 @@ import torch
 from bi_kernels.audit import parameters
 from bi_kernels.audit.executor import Died, ForkServer, Process
 from bi_kernels.audit.registry import OPS
-from mutation.judge import PASSED
+from mutation.judge import PASSED, STUCK
 from mutation.operators import Mutant
 from mutation.reach import ALL, SM_90, SOME, on_hopper, ops_for, package
 
@@ -122,7 +122,7 @@ class Copy:
             relation, detail = "crashed", f"status {died.status}"
             if died.late:
                 relation, detail = "time", f"more than {seconds} s"
-            elif died.status == -signal.SIGALRM:
+            elif died.status in (-signal.SIGALRM, -STUCK):
                 relation, detail = "time", f"an answer took more than {patience} s"
             found = {"verdict": "killed", "relation": relation, "layout": "", "detail": detail}
         finally:

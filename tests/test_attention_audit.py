@@ -20,9 +20,11 @@ from bi_kernels.audit.layouts import keys, layouts, spans
 from bi_kernels.audit.session import start
 from bi_kernels.audit.targets.op_step import Step
 from bi_kernels.contract import CONTRACT, SWEEP, VARIANT, dtype_name
+from bi_kernels.ops.attention import decode
 from bi_kernels.ops.attention.attention import arguments, attend
+from bi_kernels.ops.attention.schedule import round_up_sequences
 from helpers import attention
-from helpers.attention_edges import FAR, apart, nan_for_no_key, packed_edges, padded_edges
+from helpers.attention_edges import EDGES, FAR, FEW, apart, edges, nan_for_no_key, packed_edges, padded_edges
 from helpers.attention_generation import SMALL
 
 LENGTHS = (5, 1, 40)
@@ -165,6 +167,27 @@ def test_what_stands_in_padding_is_judged():
 
     assert {r.verdict for r in padded_edges(subject(), "edges, padded")} == {PASS}
     assert [r.verdict for r in padded_edges(subject(stale), "edges, padded")] == [NEEDS_FIX, PASS]
+
+
+def test_gradients_of_padding_are_judged():
+    def one_more(q, k, v, lengths_q, lengths_k, **told):
+        """Takes a sample without tokens for one of a token, whose results alone are then dropped."""
+        out, lse = bi_kernels.attention(q, k, v, lengths_q=lengths_q, lengths_k=lengths_k, **told)
+        few, none = {f"lengths_{n}": t.clamp(min=1) for n, t in (("q", lengths_q), ("k", lengths_k))}, lengths_q == 0
+        more, _ = bi_kernels.attention(q, k, v, **few, **told)
+        return out + (more - more.detach()) * none.view(-1, 1, 1, 1), lse
+
+    assert {r.verdict for r in padded_edges(subject(), "edges, padded", backward=True)} == {PASS}
+    found = padded_edges(subject(one_more), "edges, padded", backward=True)
+    assert "dv" in {r.tensor for r in found if r.verdict == NEEDS_FIX and r.relation == "invariance"}
+
+
+def test_the_edges_are_as_many_as_a_kernel_looks_through_and_few_queries_take_steps_apart(monkeypatch):
+    assert {round_up_sequences(len(lengths)) for lengths in (EDGES, FEW)} == {len(EDGES)} == {len(FEW)}
+    calls, call = [], decode.SplitDecode.__call__
+    monkeypatch.setattr(decode.SplitDecode, "__call__", lambda *of: calls.append(1) or call(*of))
+    session = start("attention", {"dtype": "bf16"})
+    assert {r.verdict for r in edges(session, 0)} == {PASS} and calls
 
 
 def test_prefill_is_asked_for_from_inside_a_block_of_keys():

@@ -451,6 +451,11 @@ def test_a_wrong_gradient_is_held_against_the_reference():
     assert not in_need(audit(lambda x: torch.tanh(x), X, reference=torch.tanh))
 
 
+def test_who_reads_its_neighbours_is_not_said_to_depend_on_memory():
+    report = audit(lambda x: x + x.roll(1, 0), X)
+    assert "of its neighbours" in report.markdown() and "lie in memory" not in report.markdown()
+
+
 def test_what_is_refused_in_words_is_no_drift():
     def probabilities(p):
         if not (p >= 0).all() or not (p <= 1).all():

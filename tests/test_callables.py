@@ -17,6 +17,7 @@ from conftest import slow_but
 
 import bi_kernels
 from bi_kernels.audit import audit, start
+from bi_kernels.audit.checks import gradient
 from bi_kernels.audit.checks.any_callable import plan
 from bi_kernels.audit.findings import NEEDS_FIX, PASS, UNSUPPORTED, write_rows
 from bi_kernels.audit.targets import any_callable as target
@@ -232,8 +233,25 @@ def test_a_backward_that_raises_is_no_backward_that_is_missing():
 
 def test_what_it_writes_into_shared_tensors_stays_there():
     state = torch.zeros(WIDTH)
-    report = audit(lambda x, state: x + state.add_(1), X, state, backward=False)
+    report = audit(lambda x, state: x + state.add_(1), X, state)
     assert report.passed and "changes its input state in place" in " ".join(report.notes) and not state.any()
+    assert gradient.INVARIANCE in {r.relation for r in report.rows}, "and x has its gradient"
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_buffer_that_a_module_writes_into_is_said(replaced):
+    class Seen(torch.nn.BatchNorm1d):  # which counts, and normalises nothing
+        def forward(self, x):
+            self.running_mean = (
+                self.running_mean.lerp_(x.detach().mean(0), 0.1).clone()
+                if replaced
+                else (self.running_mean.lerp_(x.detach().mean(0), 0.1))
+            )
+            return 2 * x
+
+    report = audit(Seen(WIDTH), X)
+    assert report.passed and "writes into its buffer running_mean, whose" in " ".join(report.notes), report.notes
+    assert "buffer" not in " ".join(audit(torch.nn.Hardtanh(), X).notes)
 
 
 @pytest.mark.slow

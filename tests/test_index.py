@@ -100,6 +100,7 @@ def test_goals_are_told_as_sizes_gains_and_losses_alike():
         goal("norms", "ratio", 1.25, True, least=1.0),
         goal("decode", "times", 3.62, False, most=1.15),
         goal("a step", "times", 0.8, True, most=1.0),
+        goal("a copy", "ratio", 1.004, True, least=1.0),
         goal("head", "TFLOP/s", 600.0, False, least=640),
         goal("dW", "ratio", 0.7, False, least=0.75),
         goal("dX", "ratio", 0.9, False, least=0.97),
@@ -109,7 +110,7 @@ def test_goals_are_told_as_sizes_gains_and_losses_alike():
         "Largest gain among the goals: norms, 1.250 × the peer's speed; a step, 0.800 × the peer's time. "
         "Farthest from its goal: decode, 3.620 × the peer's time (goal ≤ 1.15); dX, 0.900 × the peer's speed "
         "(goal ≥ 0.97); dW, 0.700 × the peer's speed (goal ≥ 0.75); and 1 more. "
-        "✘ 2 of 6 goals met, 1 not measured in this run."
+        "✘ 3 of 7 goals met, 1 not measured in this run."
     )
     assert goals.summary(found[:1]) == (
         "Largest gain among the goals: norms, 1.250 × the peer's speed. ✔ 1 of 1 goals met."

@@ -3,6 +3,7 @@
 import copy
 import hashlib
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -102,6 +103,51 @@ def test_a_tied_parameter_has_two_folds_that_are_joined_once():
     assert_same_bits(table.main_grad, head + embedding, "joined again")
     assert_same_bits(table.embedding_main_grad, torch.zeros(6, 4))
     assert grads.masters[0].grad is table.main_grad
+
+
+def test_a_parameter_that_a_backward_comes_to_twice_is_told():
+    table, square = weights((12, 8), (8, 8), dtype=torch.float32)
+    ids, x = torch.tensor([1, 5, 1]), torch.ones(3, 8)
+    tied = lambda: linear(bi_kernels.embedding(ids, table), table).sum().backward()
+    grads = MainGrads([table, square])
+    with pytest.raises(ValueError, match=r"^embedding: weight is both an embedding's and a product's.* `tied` of Main"):
+        tied()
+    with pytest.warns(UserWarning, match="^linear: a backward comes to weight twice, so that its gradient depends"):
+        linear(linear(x, square), square).sum().backward()
+    grads.release()
+    MainGrads([table, square], tied=[table])
+    with warnings.catch_warnings(action="error"):
+        tied()
+        y = linear(x, square).sum()
+        y.backward(retain_graph=True)
+        y.backward()
+
+
+def test_a_step_that_trains_nothing_or_is_not_finished_is_told():
+    (p,) = weights((6, 4))
+    grads, other = MainGrads([p]), torch.optim.SGD([p], lr=1.0)
+    p.main_grad += 1
+    grads.join()
+    other.step()
+    with pytest.warns(UserWarning, match=r"^MainGrads: finish was called, and no optimizer has the masters"):
+        grads.finish()
+    optimizer = torch.optim.SGD(grads.masters, lr=1.0)
+    with warnings.catch_warnings(action="error"):
+        for _ in range(2):
+            grads.join()
+            grads.join()
+            optimizer.step()
+            grads.finish()
+        grads.join()
+        grads.finish()  # a step that was skipped
+    p.main_grad += 1
+    grads.join()
+    optimizer.step()
+    with pytest.raises(ValueError, match="^MainGrads: join was called where the masters of the step before"):
+        grads.join()
+    state = copy.deepcopy(p.detach())
+    grads.finish()
+    assert (p != state).all()
 
 
 @pytest.mark.parametrize("which", ["another", "frozen", "equal"])

@@ -27,7 +27,7 @@ from bi_kernels.audit.targets.model import layout_rows
 from bi_kernels.ops.gemm.kernel import INTERPRETED, launch
 from bi_kernels.tokens import TokenLayout
 from mutation import adapter, document, functions, models, operators, plan, questions, run, sm_90
-from mutation.judge import PASSED
+from mutation.judge import PASSED, STUCK, Patience
 from mutation.reach import ALL, LARGE, SM_90, SOME, on_hopper, ops_for, package, sources
 from mutation.run import SEEDS, Copy, copies, judged
 
@@ -481,7 +481,7 @@ def test_a_mutant_counts_as_killed_where_every_seed_kills_it(lucky, verdict, mon
 
     monkeypatch.setattr(questions, "stages", stages)
     asks = [(op, dtype, ALL if dtype == "fp32" else SOME) for dtype in ("fp32", "bf16") for op in ("gelu", "silu")]
-    found = questions.killer(asks, SEEDS, "cpu", 0)
+    found = questions.killer(asks, SEEDS, "cpu", NO_END)
     assert found["verdict"] == verdict
     every = [("gelu", "fp32", 0), ("silu", "fp32", 0), ("gelu", "bf16", 0), ("silu", "bf16", 0)]
     assert asked[:4] == [(*of, "") for of in every]
@@ -491,7 +491,9 @@ def test_a_mutant_counts_as_killed_where_every_seed_kills_it(lucky, verdict, mon
             f"killed by invariance rows of silu, bf16, with seed 0, but by nothing with seed {len(lucky)}"
         )
     assert (("gelu", "more") in asked) == (verdict == "survived"), "every op's first stage comes before a second"
-    alone = {seed: questions.killer(asks, [seed], "cpu", 0)["verdict"] for seed in SEEDS}  # as the package itself is
+    alone = {
+        seed: questions.killer(asks, [seed], "cpu", NO_END)["verdict"] for seed in SEEDS
+    }  # as the package itself is
     assert alone == {seed: "killed" if seed in lucky else "survived" for seed in SEEDS}
 
 
@@ -502,7 +504,7 @@ def test_what_a_mutant_has_passed_is_told_and_not_asked_again(monkeypatch, capsy
     stage = lambda name, checks: {"op": "silu", "dtype": "fp32", "stage": name, "checks": checks, "seconds": 0.0}
     values, rest = stage("values", 1), stage("rest", 2)
     for known, printed in (((), [values, rest]), ([values], [rest]), ([values, rest], [])):
-        found = questions.killer([SILU], [0], "cpu", 0, (), known)
+        found = questions.killer([SILU], [0], "cpu", NO_END, (), known)
         assert (found["checks"], len(found["took"]), told()) == (3, 2, printed)
 
 
@@ -510,7 +512,7 @@ def test_what_killed_a_mutant_before_is_asked_first(monkeypatch):
     asked = []
     monkeypatch.setattr(questions, "stages", lambda *of: asked.append((of[0], of[-1])) or iter(()))
     likely = {"op": "gelu", "dtype": "fp32", "stage": "rest"}
-    questions.killer([SILU, ("gelu", "fp32", ALL)], [0], "cpu", 0, likely=likely)
+    questions.killer([SILU, ("gelu", "fp32", ALL)], [0], "cpu", NO_END, likely=likely)
     assert asked == [("gelu", "rest"), ("silu", "")]
 
 
@@ -614,6 +616,7 @@ def test_what_was_judged_of_these_sources_is_not_judged_again(every, tmp_path, m
 
 
 SILU = "silu", "fp32", ALL
+NO_END = Patience(0, False)
 
 
 def body(text: str) -> operators.Mutant:
@@ -648,6 +651,16 @@ def test_a_mutant_that_hangs_or_ends_its_process_is_killed():
     assert cut["verdict"] == "open" and (cut["passed"][0]["stage"], cut["passed"][0]["checks"]) == ("values", 2)
     assert (silent["relation"], silent["detail"]) == ("time", "an answer took more than 5 s")
     assert 0 < fine["longest"] <= fine["seconds"]
+
+
+@pytest.mark.parametrize("stuck", [False, True])
+def test_who_still_gets_answers_from_a_shared_gpu_is_not_ended(stuck):
+    waits = "mutex = ctypes.create_string_buffer(64)\nlock = ctypes.CDLL(None).pthread_mutex_lock\n"
+    waits += "lock(mutex)\nlock(mutex)" if stuck else "time.sleep(4)"  # of the two only a sleep lets a handler run
+    begun = "from mutation import judge\njudge.GRACE = 1\npatience = judge.Patience(1, True)\npatience.begin()\n"
+    script = f"import ctypes, time\n{begun}{waits}\npatience.end()\nprint('answered')"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == ((-STUCK, "") if stuck else (0, "answered\n")), done.stderr
 
 
 def test_a_verdict_on_an_op_outlives_a_change_of_what_judges_models_alone(monkeypatch):

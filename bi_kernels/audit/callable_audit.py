@@ -233,6 +233,9 @@ def _notes(t: CallableTarget, rows: list[Row]) -> list[str]:
     notes = [f"Not judged on {what}: {said}." for what, said in t.refused.items()]
     if t.changed:
         notes.append(f"It changes its input {', '.join(sorted(t.changed))} in place; every call here got copies.")
+    if t.kept:
+        named = ", ".join(sorted(t.kept))
+        notes.append(f"It writes into its buffer {named}, whose value follows the batches before, and is not judged.")
     if any(r.layout == AT_END and r.verdict == NEEDS_FIX for r in rows):
         notes.append(
             "Its result depends on the calls before it, as of a function that is compiled anew for other shapes; what "

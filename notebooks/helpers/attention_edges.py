@@ -23,13 +23,13 @@ from bi_kernels.reference_gradients import gradient
 from helpers.attention_generation import against_one_call, as_control, bounded, bounded_outputs, parts, scheduled
 
 Lengths = list[tuple[int, int]]  # queries and keys of each sequence
-# of 16 sequences, as many as a kernel looks through, so that none behind the last is masked by chance
+# of 32 sequences, as many as a kernel looks through, so that none behind the last is masked by chance
 EDGES = [(n, n) for n in (0, 1, 15, 16, 17, 127, 128, 129)] + [(5, 0), (40, 9), (9, 40), (0, 7), (70, 132), (130, 161)]
-EDGES += [(2, 65), (31, 31)]
-FEW = [(i % 4, 7 * i) for i in range(16)]  # so few queries that steps apart compute them
+EDGES += [(2, 65), (31, 31), *((i % 3, 3 * i) for i in range(16))]
+FEW = [(i % 2, 4 * i) for i in range(32)]  # of one head, so few queries that steps apart compute them
 HUGE = 2**13  # of q and of k: the roundings of such scores are large numbers, and a probability is still none above 1
-TRAINED = ("edges", "edges, huge scores")
-LAYOUTS = (*TRAINED, "edges, padded", "few queries, padded", "edges, as prefill", "edges, padded, as prefill")
+TRAINED = ("edges", "edges, huge scores", "edges, padded")
+LAYOUTS = (*TRAINED, "few queries, padded", "edges, as prefill", "edges, padded, as prefill")
 # the last two as GPT-NeoX-20B and Falcon-40B have them: as many heads as others are wide, and more than they are wide
 HEADS = {f"{width} wide": {"head_dim": width} for width in (64, 96, 256)}
 HEADS["64 heads, 96 wide"] = {"head_dim": 96, "heads": 64, "kv_heads": 64}
@@ -70,8 +70,8 @@ def edges(session, number: int) -> list[Row]:
     return [
         *packed_edges(decode, plain),
         *packed_edges(decode, huge, HUGE),
-        *padded_edges(decode, padded),
-        *padded_edges(decode, few, FEW),
+        *padded_edges(decode, padded, backward=True),
+        *padded_edges(_with_heads(decode, 1), few, FEW),
         *packed_edges(prefill, prefilled, backward=False),
         *padded_edges(prefill, padded_prefill),
     ]
@@ -106,9 +106,13 @@ def forgotten(session, _) -> list[Row]:
     return [as_control(crowded(s))]
 
 
+def _with_heads(s: OpUnderTest, heads: int) -> OpUnderTest:
+    """Returns the subject with so many heads, of keys as of queries."""
+    return replace(s, problem=replace(s.problem, sizes=s.problem.sizes | {"heads": heads, "kv_heads": heads}), memo={})
+
+
 def crowded(s: OpUnderTest) -> list[Row]:
-    sizes = s.problem.sizes | {"heads": 1, "kv_heads": 1}
-    s = replace(s, problem=replace(s.problem, sizes=sizes), own_lengths=CROWD, memo={})
+    s = replace(_with_heads(s, 1), own_lengths=CROWD)
     step, padded, said = Step(s, CANCELLING, CROWD), "left_padded", {"against": "packed", "inputs": CANCELLING}
     said["rows"] = step.count
     outputs, whole = lambda: compare(s.layout(padded), s.layout("packed")), lambda: step.gradients("packed")
@@ -118,7 +122,7 @@ def crowded(s: OpUnderTest) -> list[Row]:
 
 def apart(s: OpUnderTest, elements: int = APART) -> list[Row]:
     """Judges heads of k and v that begin so many elements one behind the other."""
-    s = replace(s, problem=replace(s.problem, sizes=s.problem.sizes | {"heads": 5, "kv_heads": 5}), memo={})
+    s = _with_heads(s, 5)
     n, rows = min(600, s.largest), []
     near = {name: t[None] for name, t in s.inputs(CANCELLING, n)[0].items()}
 
@@ -182,23 +186,38 @@ def packed_edges(s: OpUnderTest, layout: str = "edges", large: int = 1, backward
     return s.attempt("accuracy", layout, judged, against="fp64")
 
 
-def padded_edges(s: OpUnderTest, layout: str, of: Lengths = EDGES) -> list[Row]:
-    """Judges the edges in a batch, whose padding gives 0 and −inf, and whose lengths have another behind the last."""
-    counts, device = _counts(of), s.problem.device
-    lengths = {f"lengths_{name}": torch.tensor([*n, 1], device=device)[:-1] for name, n in counts.items()}
+def padded_edges(s: OpUnderTest, layout: str, of: Lengths = EDGES, backward: bool = False) -> list[Row]:
+    """Judges the edges in a batch, whose padding gives 0 and −inf, has the gradient 0 whatever comes upstream, and
+    whose lengths have another behind the last."""
+    p, counts = s.problem, _counts(of)
+    lengths = {f"lengths_{name}": torch.tensor([*n, 1], device=p.device)[:-1] for name, n in counts.items()}
 
     def judged() -> list[Row]:
         given, exact = _edge_inputs(s, of=of)
-        wide = [pad_sequence(t.split(counts["q" if name == "q" else "k"]), True, 7.0) for name, t in given.items()]
+        side = {name: "q" if name == "q" else "k" for name in given}
+        wide = {name: pad_sequence(t.split(counts[side[name]]), True, 7.0) for name, t in given.items()}
+        wide = {name: t.requires_grad_(backward) for name, t in wide.items()}
         s.over_ones()
-        found = s.called(*wide, **lengths, **s.problem.op.constants)
-        real = torch.arange(wide[0].shape[1], device=device) < lengths["lengths_q"][:, None]
+        found = s.called(*wide.values(), **lengths, **p.op.constants)
+        place = {n: torch.arange(wide[n].shape[1], device=p.device) < lengths[f"lengths_{n}"][:, None] for n in "qk"}
         every = []
         for y, own, nothing in zip(found, exact, (0.0, -torch.inf), strict=True):
             y64, size = (torch.full_like(y, value, dtype=torch.float64) for value in (nothing, 0.0))
-            y64[real], size[real] = own
+            y64[place["q"]], size[place["q"]] = own
             every.append((y64, size))
-        return bounded_outputs(s, found, every, layout)
+        rows = bounded_outputs(s, [y.detach() for y in found], every, layout)
+        if backward:
+            step = Step(s, "normal", (place["q"].numel(),))
+            step.draw([y.flatten(0, 1) for y in found])
+            upstream = [dy.unflatten(0, place["q"].shape) for dy in step.dy]
+            exact = gradient("attention", given, p.op.constants, [dy[place["q"]] for dy in upstream], of)
+            for (name, e), y in zip(exact.items(), torch.autograd.grad(found, [*wide.values()], upstream)):
+                real = place[side[name]]
+                rows.append(bounded(s, y[real], e, p.dtype, layout, f"d{name}", name))
+                left = compare(y[~real], torch.zeros_like(y[~real]))
+                said = {"against": "zeros", "rows": len(y[~real]), "tensor": f"d{name}", "detail": "padding"}
+                rows.append(s.row("invariance", layout, left, **said))
+        return rows
 
     return s.attempt("accuracy", layout, judged, against="fp64")
 

@@ -247,9 +247,9 @@ def _placed(t: CallableTarget, layout: str, whole: list[Tensor]) -> list[Row]:
     return t.compared("invariance", layout, found, whole, **said) + rows
 
 
-def _one_sample(t: CallableTarget, whole: list[Tensor]) -> list[Row]:
-    """Gives all samples the numbers of the first, which lie in memory once."""
-    said = {"against": "that sample", "rows": t.count, "axes": [Kind.MEMORY]}
+def _one_sample(t: CallableTarget) -> list[Row]:
+    """Gives all samples the numbers of the first, which lie in memory once; against one place for each."""
+    said = {"against": "a place in memory for each", "rows": t.count, "axes": [Kind.MEMORY]}
     inputs = {k: v for k, v in tensors(t.values).items() if k in t.batched and k not in t.outputs}
     given = {k: expanded(v.movedim(t.batch, 0)).movedim(0, t.batch) for k, v in inputs.items()}
     before = {k: v.clone() for k, v in given.items()}
@@ -257,9 +257,10 @@ def _one_sample(t: CallableTarget, whole: list[Tensor]) -> list[Row]:
         found = t.called(given)
         if any(compare(v, before[k]).mismatches for k, v in given.items()):
             raise ValueError("it writes into its inputs, which lie in memory once")
+        found, wanted = [y.clone() for y in found], t.called(before)
     except REFUSALS as error:
         return [t.row("invariance", EXPANDED, verdict=UNSUPPORTED, detail=sentence(error), **said)]
-    return t.compared("invariance", EXPANDED, found, [y[:1].expand_as(y) for y in whole], **said)
+    return t.compared("invariance", EXPANDED, found, wanted, **said)
 
 
 def _in_columns(t: CallableTarget, weights: list[str], whole: list[Tensor]) -> list[Row]:
@@ -288,7 +289,7 @@ def memory(t: CallableTarget, whole: list[Tensor]) -> dict[str, Callable[[], lis
     shared = {k: v for k, v in tensors(t.values).items() if k not in t.batched and k not in t.outputs}
     weights = [k for k, v in shared.items() if v.dim() > 1 and v.is_floating_point() and min(v.shape) > 1]
     found = {LATER: partial(_kept, t)} | {layout: partial(_placed, t, layout, whole) for layout in places(t)}
-    found[EXPANDED] = partial(_one_sample, t, whole)
+    found[EXPANDED] = partial(_one_sample, t)
     return found | ({IN_COLUMNS: partial(_in_columns, t, weights, whole)} if weights else {})
 
 

@@ -218,9 +218,20 @@ def _switched(module: nn.Module) -> Iterator[None]:
                 b.copy_(value)
 
 
+@contextlib.contextmanager
+def _inference(module: nn.Module | None) -> Iterator[None]:
+    """Enters inference_mode; a buffer that a module then puts another tensor in the place of comes back, for nobody may
+    write into that one later."""
+    held = [(m, dict(m._buffers)) for m in module.modules()] if module is not None else []
+    with torch.inference_mode():
+        yield
+    for m, buffers in held:
+        m._buffers.update(buffers)
+
+
 def modes(t: CallableTarget) -> dict[str, Callable]:
     """Returns what enters each mode but the one in which a target is judged, without gradients."""
-    found = {WANTED: torch.enable_grad, INFERENCE: torch.inference_mode, DETERMINISTIC: deterministic}
+    found = {WANTED: torch.enable_grad, INFERENCE: partial(_inference, t.module), DETERMINISTIC: deterministic}
     found[AUTOCAST] = partial(torch.autocast, t.device.type, torch.bfloat16)
     if not t.compiled:  # each would compile it anew
         found[AUTOCAST_FP16] = partial(torch.autocast, t.device.type, torch.float16)

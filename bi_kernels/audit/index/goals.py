@@ -8,6 +8,7 @@ FILE = "goals.json"
 MET, MISSED = "✔", "✘"
 UNITS = {"ratio": " × the peer's speed", "times": " × the peer's time"}
 NAMED = 3  # gains, and losses, that a sentence has room for
+NOTABLE = 1.01  # times as fast as a peer, from where on it is told as a gain
 
 
 def number(value: float) -> str:
@@ -42,7 +43,7 @@ def summary(found: Sequence[dict]) -> str:
         none = f"None of {unknown} goals was measured: that needs a CUDA GPU, and shapes that are not tiny."
         return none if found else ""
     known = [f for f in found if f.get("reached")]
-    ahead = [f for f in known if _gain(f) > 1]
+    ahead = [f for f in known if _gain(f) >= NOTABLE]
     missed = [f for f in known if not f["met"]]
     of_goal = lambda f: f"{_size(f)} (goal {bar(f['goal'])})"
     said = _named("Largest gain among the goals", sorted(ahead, key=_gain, reverse=True), _size)

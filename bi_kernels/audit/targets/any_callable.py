@@ -115,7 +115,9 @@ class CallableTarget(Target):
         held = [*tensors(self.values).values(), *(self.module.parameters() if self.module is not None else ())]
         dtype = next((t.dtype for t in held if t.is_floating_point()), x.dtype)
         self.whose = "any", name, "", name, dtype_name(dtype), device_name(self.device)
-        self.dtype, self.calls, self.changed, self.deadline = dtype, 0, set(), float("inf")
+        self.dtype, self.calls, self.deadline = dtype, 0, float("inf")
+        self.changed: set[str] = set()  # inputs that it writes into
+        self.kept: set[str] = set()  # buffers that it writes into, or puts another tensor in the place of
         self.drawn: dict[str, dict] = {}  # the arguments, by the kind of their values
         self.refused: dict[str, str] = {}  # kinds that it does not take, and what it said
         self.votes: dict = {}  # what other calls made of a sample in which two calls differ
@@ -226,13 +228,14 @@ class CallableTarget(Target):
 
     def results(self, arguments: dict) -> list[torch.Tensor]:
         """Returns the tensors that one call returns, or that it writes into."""
-        versions = {k: t._version for k, t in tensors(arguments).items()}
+        versions, buffers = {k: t._version for k, t in tensors(arguments).items()}, self._buffers()
         if time.monotonic() > self.deadline:
             raise OutOfTime
         self.calls += 1
         with contextlib.nullcontext() if self.compiled else poisoned_memory(self.calls):
             y = self.returned(self.function, arguments)
         self.changed |= {k for k, v in versions.items() if arguments[k]._version != v} - set(self.outputs)
+        self.kept |= {k for k, v in self._buffers().items() if buffers.get(k, v) != v}
         found = [arguments[k] for k in self.outputs] or self.found_in(y, arguments[self.first].shape[self.batch])
         if not found:
             raise TypeError(
@@ -240,6 +243,11 @@ class CallableTarget(Target):
                 "argument, name that one in the parameter outputs"
             )
         return found
+
+    def _buffers(self) -> dict[str, tuple[int, int]]:
+        """Returns of each buffer of a module which tensor it is, and how often that was written to."""
+        held = self.module.named_buffers() if self.module is not None else ()
+        return {k: (id(b), b._version) for k, b in held if not b.is_inference()}
 
     def found_in(self, y, samples: int) -> list[torch.Tensor]:
         """Returns the tensors in what a call on so many samples returned, and notes what else is there."""

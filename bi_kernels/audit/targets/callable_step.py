@@ -36,8 +36,10 @@ class Step(step.Step):
 
     @property
     def floating(self) -> list[str]:
+        """Returns the inputs that get a gradient: not a state that all samples share, which a leaf cannot be."""
         t = self.t
-        return [k for k, v in tensors(t.values).items() if v.is_floating_point() and k not in t.outputs]
+        left = {*t.outputs, *(t.changed - t.batched)}
+        return [k for k, v in tensors(t.values).items() if v.is_floating_point() and k not in left]
 
     @property
     def parameters(self) -> list[str]:
