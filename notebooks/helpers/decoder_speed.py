@@ -65,7 +65,7 @@ def steps(session) -> list[dict]:
     the memory that each needs. First the audit's uneven sequences, packed, for stock by flash attention of packed
     sequences; then whole batches."""
     ours, stock = _decoder(session, bi_kernels, keep_bytes=KEEP), _decoder(session, torch_ops)
-    grads, lines = MainGrads(ours.parameters()), []
+    grads, lines = MainGrads(ours.parameters(), ours.tied), []
     for lengths in (CONTRACT["chain"]["real"]["lengths"], *([length] * batch for batch, length in STEPS)):
         uneven = len(set(lengths)) > 1
         rows = packed(lengths, session.device)

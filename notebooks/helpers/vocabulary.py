@@ -147,7 +147,7 @@ def _handoff(session, dtype: str, tokens: int) -> Found:
 
 def _tied_gradient(session, dtype: str, layout: str, paths=("embedding", "head"), two: bool = True) -> torch.Tensor:
     """Returns the fp32 gradient of a table used as an embedding and as an LM head, after a step under a layout; paths:
-    those of the two that train it."""
+    those of the two that train it; two: whether each has an accumulator."""
     step = Step(session.subject("embedding", dtype), "normal")
     table = torch.nn.Parameter(step.shared["weight"].clone())
     grads = MainGrads([table], tied=[table] if two else [])
@@ -162,9 +162,12 @@ def _tied_gradient(session, dtype: str, layout: str, paths=("embedding", "head")
         with token_layout(call, step.lengths):
             embedding, head = (table if path in paths else table.detach() for path in ("embedding", "head"))
             x, wanted = bi_kernels.embedding(ids[at], embedding), targets[at].masked_fill(~real, -100)
-            logprob, _ = bi_kernels.lm_head_logprob(x, head, wanted, temperature=hidden**0.5)
+            known = x if two else x.detach().requires_grad_()
+            logprob, _ = bi_kernels.lm_head_logprob(known, head, wanted, temperature=hidden**0.5)
         if logprob.requires_grad:
             logprob.backward(upstream[at].masked_fill(~real, 0))
+        if not two:  # in a backward of its own: within one, the second fold is refused
+            x.backward(known.grad)
     grads.join()
     return table.main_grad
 
