@@ -31,7 +31,7 @@ class MainGrads:
         optimizer = torch.optim.AdamW(grads.masters)
         for every step:
             for every micro-batch, in logical order: loss.backward()
-            grads.join(); optimizer.step(); grads.finish()
+            grads.join(); optimizer.step(); grads.finish()  # or grads.drop(), for a step that is not taken
 
     groups: of sequences, which a step is divided into whatever the number of GPUs; each is a fold of its own, and one
     fixed tree joins them (parallel/tree.py). world: the data-parallel ranks that share the groups; `mine` are this
@@ -227,12 +227,22 @@ class MainGrads:
         if not self._made and self.parameters:
             warnings.warn(
                 "MainGrads: finish was called, and no optimizer has the masters; expected torch.optim.AdamW("
-                "grads.masters) or the like, unless you change the parameters yourself",
+                "grads.masters) or the like, or `drop` for a step that is not taken",
                 stacklevel=3,
             )
         self._joined = []
         self._round()
         self._zero()
+
+    @torch.no_grad()
+    def drop(self) -> None:
+        """Ends a step that is not taken, begun or joined: the buffers zeroed, the parameters as they are."""
+        self._joined = []
+        self._join_tied()
+        self.collect()
+        self._zero()
+        if self.tree:
+            self.tree.begin()
 
     def _round(self) -> None:
         """Rounds the masters into the parameters, on every rank."""
@@ -293,13 +303,8 @@ class MainGrads:
         contract, or of another rank."""
         for master, theirs in zip(self.masters, _masters_of(state, self._said(), self.masters)):
             master.copy_(theirs)
-        self._joined = []
-        self._join_tied()
-        self.collect()
         self._round()
-        self._zero()
-        if self.tree:
-            self.tree.begin()
+        self.drop()
 
     def release(self) -> None:
         """Takes the buffers off the parameters, which another MainGrads may have then."""

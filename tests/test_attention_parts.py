@@ -125,7 +125,7 @@ def sinks_gradient(split, layout_order=(0, 1, 2), padded=False, dtype=BF16) -> t
             out, _ = bi.attention(q, k, v, sinks, **told)
         out.float().square().sum().backward()
     found = sinks.main_grad.clone()
-    grads.finish()
+    grads.drop()
     return found
 
 

@@ -45,13 +45,13 @@ def test_a_steps_first_fold_does_not_read_the_zeros_it_begins_with(op, monkeypat
         return weight.main_grad.clone()
 
     first, second = backward(), backward()
-    grads.finish()
+    grads.drop()
     weight.main_grad += 0.0  # whoever writes there, it is read again
     assert_same_bits(backward(), first)
     assert_same_bits(backward(), second)
-    grads.finish()
+    grads.drop()
     assert_same_bits(backward(), first)
-    grads.finish()
+    grads.drop()
     weight.main_grad = torch.ones_like(weight.main_grad)
     assert (backward() != first).all(), "another buffer goes on from what it holds"
     assert continued == [False, True, True, True, False, True]
@@ -148,6 +148,10 @@ def test_a_step_that_trains_nothing_or_is_not_finished_is_told():
     state = copy.deepcopy(p.detach())
     grads.finish()
     assert (p != state).all()
+    p.main_grad += 1
+    grads.join()
+    grads.drop()
+    assert not p.main_grad.any() and grads.state_dict()
 
 
 @pytest.mark.parametrize("which", ["another", "frozen", "equal"])

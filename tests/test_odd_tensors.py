@@ -319,7 +319,7 @@ def test_a_second_micro_batch_without_a_layout_is_noticed():
     assert said.startswith("linear: another micro-batch of (tokens, features) without a token layout")
     with bi.TokenLayout.packed([0, 4]):
         assert warned(step) == [], "somebody told that it is one sequence"
-    grads.finish()
+    grads.drop()
     assert warned(step) == [], "a step of one micro-batch"
     assert warned(lambda: bi.linear(X[None], p).float().sum().backward()) == [], "a batch of whole sequences says so"
 

@@ -255,7 +255,7 @@ class AtWidth:
                 said = {"against": "one call", "inputs": inputs, "rows": sum(map(len, ids)), "tensor": which}
                 layout = f"micro_batches: {' + '.join(str(len(part)) for part in cut)}, {how}"
                 rows.append(self.target.row(Relation.GRADIENT, layout, joined(drifts), **said))
-            self.grads.finish()
+            self.grads.drop()
         return rows
 
     def _rollouts(self) -> list[Row]:

@@ -135,7 +135,7 @@ class DecoderTarget(ModelTarget):
         self.advantages, self.ratio = torch.randn(2, self.count, generator=g, **there)
 
     def run(self, layout: str, generated: Tensor | None = None) -> dict[str, Tensor]:
-        self.grads.finish()
+        self.grads.drop()
 
         def loss(logprob: Tensor, at: Tensor, real: Tensor) -> Tensor:
             old = (logprob.detach() if generated is None else generated[at]) + 0.125 * self.ratio[at]
