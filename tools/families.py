@@ -40,7 +40,7 @@ PREFACE = """\
 # Decoder families
 
 **After `apply`, {yes} of {of} decoder families of Transformers {version} keep their bits, forward and
-backward; {mixtures} of them are mixtures of experts.** {half} more are batch-invariant only. {no} are not, and
+backward.** Of these, {mixtures} are mixtures of experts. {half} more are batch-invariant only. {no} are not, and
 `apply` says why.{unjudged} Verdict and bits disagree in {odd} families.
 
 `python tools/families.py --dtypes {told}` writes this page. It builds each family from its configuration: random

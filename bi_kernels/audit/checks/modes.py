@@ -223,10 +223,12 @@ def _inference(module: nn.Module | None) -> Iterator[None]:
     """Enters inference_mode; a buffer that a module then puts another tensor in the place of comes back, for nobody may
     write into that one later."""
     held = [(m, dict(m._buffers)) for m in module.modules()] if module is not None else []
-    with torch.inference_mode():
-        yield
-    for m, buffers in held:
-        m._buffers.update(buffers)
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        for m, buffers in held:
+            m._buffers.update(buffers)
 
 
 def modes(t: CallableTarget) -> dict[str, Callable]:
