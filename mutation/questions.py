@@ -41,7 +41,7 @@ SLOW = {"widths", "captured", "edges", "uneven"}  # of attention's experiments o
 # sizes that attention is asked at on a GPU, by whether in bf16, and whether itself or a variant of it; in fp32 wide
 # heads compile for minutes
 SIZES = {
-    (True, True): ("wide", "narrow", "many", "long"),
+    (True, True): ("wide", "narrow", "many", "long", "uneven"),
     (True, False): ("wide", "long"),
     (False, True): ("narrow",),
     (False, False): (),

@@ -38,6 +38,8 @@ KINDS: dict[str, tuple[dict, tuple, str]] = {  # sizes, lengths, and a family of
     "narrow": ({"heads": 16, "kv_heads": 16, "head_dim": 64}, RAGGED, "normal"),
     "long": ({"heads": 16, "kv_heads": 8, "head_dim": 128}, ((4200, 5300), (1, 9), (100, 300), (1, 1)), CANCELLING),
     "many": ({"heads": 8, "kv_heads": 4, "head_dim": 128}, ((2, 300),) * 70, "normal"),
+    # heads whose width is no power of two, and keys in several splits, which are merged
+    "uneven": ({"heads": 6, "kv_heads": 3, "head_dim": 72}, ((4200, 5300), (1, 9), (100, 300), (1, 1)), CANCELLING),
     # tiles of no sample are the last of each head's, long after its first
     "crowd": ({"heads": 8, "kv_heads": 4, "head_dim": 64}, ((1, 60),) * 600, "normal"),
 }
