@@ -23,8 +23,9 @@ from bi_kernels.audit.inputs import draw, generator
 from bi_kernels.audit.registry import OPS
 from bi_kernels.audit.targets.op import CANCELLING
 from bi_kernels.audit.targets.op_step import Step
+from bi_kernels.checks import memory_peak
 from bi_kernels.contract import DTYPES
-from bi_kernels.ops.gemm.cost import WRITES, best_cut, library_us, ring_for, tile_for, way_for
+from bi_kernels.ops.gemm.cost import WRITES, best_cut, library_us, memory_us, ring_for, tile_for, way_for
 from bi_kernels.ops.gemm.kernel import launch, tiles
 from bi_kernels.ops.rope_scaling import frequencies
 from bi_kernels.reference_gradients import gradient
@@ -275,6 +276,14 @@ def test_a_ring_is_taken_where_it_is_surely_faster_than_the_library():
     slow, whole = library_us(1024, 5120, 8192, (False, True), 160 / 132, "rows"), (1024, 5120, 8192, (False, False))
     assert slow == library_us(*whole, 160 / 132, "rows"), "tiles of 256 columns"
     assert library_us(1024, 5120, 8192, (False, True), 256 / 132, "rows") > library_us(*whole, 256 / 132, "rows")
+
+
+def test_a_faster_memory_leaves_fewer_products_to_a_ring():
+    """3.35 TB/s as an H100 has them, 4.8 as an H200."""
+    of = lambda peak: way_for(128, 8192, 2048, "rows", (False, False), True, 0.97, peak)
+    assert of(3.35) == of(0) and of(0)[1] is not None and of(4.8)[1] is None and of(4.8)[0] < of(0)[0]
+    assert memory_us(1, 8192, 8192, "rows", 2 * 3.35) == memory_us(1, 8192, 8192, "rows") / 2
+    assert memory_peak(torch.device("cpu")) == 0
 
 
 @pytest.mark.parametrize("bias", [False, True])

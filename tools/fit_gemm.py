@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from bi_kernels.checks import is_hopper
+from bi_kernels.checks import is_hopper, memory_peak
 from bi_kernels.ops.gemm import cost as model
 from bi_kernels.ops.gemm.cost import Cost, PipelineConfig, Tile, library_us, predicted_us
 
@@ -106,7 +106,7 @@ class Bench:
         self.pool = torch.randn(POOL, device="cuda", dtype=torch.bfloat16)
 
     def device(self) -> dict:
-        """Returns what the model asks of a GPU: its multiprocessors, and what a copy reaches, in TB/s."""
+        """Returns what the model asks of a GPU: multiprocessors, and the TB/s of a copy and of its memory's clock."""
         a, b = self.pool.chunk(2)
         calls = [lambda: torch.add(a, 1, out=b) for _ in range(4)]
         begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -118,7 +118,8 @@ class Bench:
         ended.synchronize()
         copied = 2 * a.numel() * a.element_size() * len(calls) / begun.elapsed_time(ended) / 1e9
         count = torch.cuda.get_device_properties(0).multi_processor_count
-        return {"multiprocessors": count, "dram": float(f"{REACHED * copied:.3g}")}
+        peak = memory_peak(torch.device("cuda", 0))
+        return {"multiprocessors": count, "dram": float(f"{REACHED * copied:.3g}"), "peak": float(f"{peak:.3g}")}
 
     def operands(self, kind: str, M: int, N: int, K: int, at: int):
         """Returns x, w and y of a product, cut from the pool at multiples of ALIGNED."""
@@ -291,10 +292,10 @@ def fit(files: list[Path]) -> None:
 
 
 def _write(costs: dict[str, dict]) -> None:
-    crooked = "crooked: by how much slower, of rows that begin within a line"
+    crooked = "of one multiprocessor. crooked: by how much slower, of rows that begin within a line"
     text = [
         HEAD,
-        f"[device]  # dram, l2, port: TB/s, the last of one multiprocessor; {crooked}",
+        f"[device]  # TB/s: dram, what products reach of peak, which the memory's clock allows; l2; port, {crooked}",
         *(f"{k} = {v}" for k, v in model.DEVICE.items()),
     ]
     text += ["\n[library]  # µs, TFLOP/s of a multiprocessor, ns for 16 of k"]

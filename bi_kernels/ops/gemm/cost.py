@@ -95,9 +95,14 @@ TILES, RINGS = _read(Tile, "tile"), _read(PipelineConfig, "ring")
 LIBRARY = FITTED["library"]
 
 
-def memory_us(M: int, N: int, K: int, use: str) -> float:
-    """Returns the microseconds that a 16-bit product's operands and result take in memory."""
-    return (2 * K * (M + N) + M * N * WRITES[use]) / (DEVICE["dram"] * 1e6)
+def reached(peak: float) -> float:
+    """Returns the TB/s that products reach of a memory whose clock allows `peak`; 0: as of the GPU of the fit."""
+    return DEVICE["dram"] * (peak / DEVICE["peak"] if peak else 1)
+
+
+def memory_us(M: int, N: int, K: int, use: str, peak: float = 0) -> float:
+    """Returns the microseconds that a 16-bit product's operands and result take in memory; peak: see `reached`."""
+    return (2 * K * (M + N) + M * N * WRITES[use]) / (reached(peak) * 1e6)
 
 
 def _slower(a: float, b: float) -> float:
@@ -112,9 +117,10 @@ def predicted_us(
     K: int,
     use: str,
     transposed: tuple[bool, bool] | None = None,
+    peak: float = 0,
 ) -> float:
-    """Returns the microseconds that a product takes by the model, on the GPU that it was fitted on. transposed: of x
-    and w, which ones are stored by columns; what `use` tells of both, unless given."""
+    """Returns the microseconds that a product takes by the model. transposed: of x and w, which ones are stored by
+    columns; what `use` tells of both, unless given. peak: of the GPU's memory, see `reached`."""
     m, n = way.size
     tiles, room = ceil(M / m) * ceil(N / n), DEVICE["multiprocessors"] * way.resident
     each, together = (m + n) * 32 / 1e6, min(way.resident, ceil(tiles / DEVICE["multiprocessors"]))
@@ -129,18 +135,20 @@ def predicted_us(
     waves = ceil(tiles / room)
     turns = isinstance(way, PipelineConfig) and way.groups == 2  # one result leaves while the other is added up
     busy = waves * max(fold, leave) + leave if turns else waves * (fold + leave)
-    return cost.start + _slower(busy, memory_us(M, N, K, use))
+    return cost.start + _slower(busy, memory_us(M, N, K, use, peak))
 
 
 @lru_cache(maxsize=4096)
-def tile_for(M: int, N: int, K: int, use: str, transposed: tuple[bool, bool] | None = None) -> Tile:
+def tile_for(M: int, N: int, K: int, use: str, transposed: tuple[bool, bool] | None = None, peak: float = 0) -> Tile:
     """Returns the cheapest tile of Triton's kernel for a 16-bit product."""
     ways = TILES[use]
-    return min(ways, key=lambda way: predicted_us(way, ways[way], M, N, K, use, transposed))
+    return min(ways, key=lambda way: predicted_us(way, ways[way], M, N, K, use, transposed, peak))
 
 
 @lru_cache(maxsize=4096)
-def ring_for(M: int, N: int, K: int, use: str, transposed: tuple[bool, bool]) -> tuple[PipelineConfig, float] | None:
+def ring_for(
+    M: int, N: int, K: int, use: str, transposed: tuple[bool, bool], peak: float = 0
+) -> tuple[PipelineConfig, float] | None:
     """Returns the cheapest ring for a 16-bit product, and its microseconds; None where no ring is for it.
 
     A result that neither goes on nor fills one wave is left to what writes it in wider pieces; a fold of operands whose
@@ -163,12 +171,12 @@ def ring_for(M: int, N: int, K: int, use: str, transposed: tuple[bool, bool]) ->
     ways = few or (ways if use == "fold" else [])
     if not ways:
         return None
-    us = {way: predicted_us(way, costs[way], M, N, K, use, transposed) for way in ways}
+    us = {way: predicted_us(way, costs[way], M, N, K, use, transposed, peak) for way in ways}
     best = min(us, key=us.get)
     return best, us[best]
 
 
-def library_us(M: int, N: int, K: int, transposed: tuple[bool, bool], waves: float, use: str) -> float:
+def library_us(M: int, N: int, K: int, transposed: tuple[bool, bool], waves: float, use: str, peak: float = 0) -> float:
     """Returns the microseconds of cuBLASLt's program whose tiles fill so many waves. Where w alone is stored by
     columns, its tiles of 128 rows and a number of columns that is no multiple of 64 are slow."""
     tile = M * N / (waves * DEVICE["multiprocessors"])
@@ -176,21 +184,21 @@ def library_us(M: int, N: int, K: int, transposed: tuple[bool, bool], waves: flo
     whole = sixteens % 4 == 0 or abs(tile / 128 / 16 - sixteens) > 0.01 or sixteens < 4
     slow = transposed == (False, True) and not whole
     fold = max(2 * tile * K / (LIBRARY["slow" if slow else "rate"] * 1e6), K / 16 * LIBRARY["step"] / 1000)
-    return LIBRARY["start"] + _slower(ceil(round(waves, 2)) * fold, memory_us(M, N, K, use))
+    return LIBRARY["start"] + _slower(ceil(round(waves, 2)) * fold, memory_us(M, N, K, use, peak))
 
 
 def way_for(
-    M: int, N: int, K: int, use: str, transposed: tuple[bool, bool], rings: bool, waves: float | None
+    M: int, N: int, K: int, use: str, transposed: tuple[bool, bool], rings: bool, waves: float | None, peak: float = 0
 ) -> tuple[float, PipelineConfig | None]:
     """Returns the microseconds of the cheapest of cuBLASLt's program, whose tiles fill so many waves (None: it has no
     program), and of the rings, if they are to be had; and the ring, if it is one. 0, where there is neither, or a fold
     is left to Triton's tiles."""
-    ring = ring_for(M, N, K, use, transposed) if rings else None
+    ring = ring_for(M, N, K, use, transposed, peak) if rings else None
     if ring and use == "fold":
-        tile = tile_for(M, N, K, use, transposed)
-        left = predicted_us(tile, TILES[use][tile], M, N, K, use, transposed) * MIN_SPEEDUP < ring[1]
+        tile = tile_for(M, N, K, use, transposed, peak)
+        left = predicted_us(tile, TILES[use][tile], M, N, K, use, transposed, peak) * MIN_SPEEDUP < ring[1]
         return (0, None) if left else ring[::-1]
-    us = library_us(M, N, K, transposed, waves, use) if waves else 0
+    us = library_us(M, N, K, transposed, waves, use, peak) if waves else 0
     return (us, None) if ring is None or us and us < ring[1] * MIN_SPEEDUP else (ring[1], ring[0])
 
 

@@ -14,7 +14,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from bi_kernels.checks import check, check_shape, is_hopper, once
+from bi_kernels.checks import check, check_shape, is_hopper, memory_peak, once
 from bi_kernels.compat import is_recorded
 from bi_kernels.launch import cached
 from bi_kernels.op import Op, writes
@@ -41,18 +41,18 @@ def cheapest(
     if dtypes[0] == torch.float32:
         return FP32_TILE, 0
     use = "fold" if continues else "columns" if all(transposed) else "rows"
-    rings, library = is_hopper(device), serves(device) and not continues
+    rings, library, peak = is_hopper(device), serves(device) and not continues, memory_peak(device)
 
-    def way(columns: int) -> tuple[float, PipelineConfig | None]:
+    def way(columns: int, peak: float = 0) -> tuple[float, PipelineConfig | None]:
         filled = waves((M, columns, K), strides, dtypes, device, kept=columns == N) if library else None
-        return way_for(M, columns, K, use, transposed, rings, filled)
+        return way_for(M, columns, K, use, transposed, rings, filled, peak)
 
-    us, ring = way(N)
-    if us:
+    us, ring = way(N, peak)
+    if us:  # cut as on the GPU of the fit: waves are too coarse a guess where memory is faster
         return ring or LIBRARY, 0 if continues else best_cut(N, lambda columns: way(columns)[0])
     if device.type == "cpu":
         return INTERPRETED, 0
-    return tile_for(M, N, K, use, transposed), 0
+    return tile_for(M, N, K, use, transposed, peak), 0
 
 
 def _launch(x, w, bias, out_dtype: torch.dtype | None = None, start=None, out=None) -> Tensor:
