@@ -48,6 +48,8 @@ def _prompts(sequences: int, queries: int, keys: int) -> tuple[torch.Tensor, ...
 CASES: dict[str, Callable[[], tuple]] = {  # an op and its inputs
     "linear, 1 × 128 × 8192": lambda: (bi_kernels.linear, _normal(1, 8192), _normal(128, 8192)),
     "linear, 135 × 320 × 28728": lambda: (bi_kernels.linear, _normal(135, 28728), _normal(320, 28728)),
+    "linear, 128 × 1280 × 8192": lambda: (bi_kernels.linear, _normal(128, 8192), _normal(1280, 8192)),
+    "linear, backward, 2048 × 12288 × 4096": lambda: (bi_kernels.linear, _normal(2048, 4096), _normal(12288, 4096)),
     "attention, forward, 16 × 1024": lambda: (bi_kernels.attention, *_prompts(16, 1024, 1024)),
     "attention, forward, 1 × 16384": lambda: (bi_kernels.attention, *_prompts(1, 16384, 16384)),
     "decode, B 1, 4096 keys": lambda: (bi_kernels.attention, *_prompts(1, 1, 4096)),

@@ -33,7 +33,7 @@ class SplitDecodeConfig(NamedTuple):
     rows: int = 16  # of a sequence and key head, on average, at most
     run: int = 256  # keys whose scores a program computes
     scores: Tiling = Tiling(16, 128, 4, 3)
-    values: Tiling = Tiling(16, 32, 2, 4)  # columns of v
+    values: Tiling = Tiling(16, 32, 4, 4)  # columns of v
     together: int = 4  # blocks of a round of its loop
     interpreted: int = 96  # rows of q at most on the interpreter, where each is a program of some milliseconds
 
