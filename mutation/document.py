@@ -14,7 +14,7 @@ from bi_kernels.audit.findings import grouped
 from bi_kernels.audit.index.picture import png
 from bi_kernels.audit.index.report import promised
 from bi_kernels.audit.report import escape, tables
-from bi_kernels.audit.report.markdown import table
+from bi_kernels.audit.report.markdown import folded, table
 from bi_kernels.contract import CONTRACT
 from mutation import plan
 from mutation.operators import HAND_MADE, Mutant
@@ -31,9 +31,10 @@ own process and is asked most of what the audits of its ops ask, until one check
   alone, padded, in chunks and decoded; GEMM's rings and cuBLASLt's products against Triton's, bit by bit.
 - On a GPU, attention is asked these sizes instead of drawn cases, and few of its experiments.
 - Experts, `batch_invariant_mode` and the adapter of Transformers are asked by small models.
-- A mutant counts as killed if every seed of the run kills it.
+- A mutant counts as killed if every seed of the run kills it. Some kills are no comparison: *time* is no answer in
+  time, *raised* an exception, *crashed* the end of the process.
 - Not asked: larger models, the static audit, that of dtypes, GEMM's sweep in CUDA graphs and compiled, and its rows
-  beyond 4,096.
+  beyond 4,096. Kernels for sm_90 do not run on the interpreter, which sees reads beyond a tensor.
 
 A survivor is a question to add, or stands in the file of equivalents with the reason why nothing that is promised
 changes there; a mutant of that file that is killed fails the run. Left alone is most of what the contract calls free
@@ -200,26 +201,30 @@ def write(folder: Path) -> None:
     found, there, made = (json.loads((folder / name).read_text(encoding="utf-8")) for name in names)
     (folder / "mutants.png").write_bytes(png(figure(found)))
     plt.close("all")
+    edits = lambda mine: "\n\n".join(map(_edit, mine)) or "None."
+    reasons = grouped((f for f in found if f["verdict"] == EXPLAINED), lambda f: f["reason"])
+    explained = [folded(f"{escape.text(reason)}: {len(mine)}", edits(mine)) for reason, mine in reasons.items()]
     parts = [
         "# Mutants: which bugs of our own kernels do the audits see?",
         f"**{summary(found, there)}** {left_alone(found, there)}",
-        there["method"],
-        tables.facts(made).data,
         f"![{title(found)}](mutants.png)",
-        f"## By operator\n\n{by(found, 'operator')}",
-        f"## By file\n\n{by(found, 'file')}",
-        f"## Which question killed first\n\n{killers(found)}",
+        f"## Survivors\n\n{edits([f for f in found if f['verdict'] == SURVIVED])}",
     ]
     if not_held := [f"- {escape.text(f['not_held'])}" for f in found if "not_held" in f]:
         parts.append("## Entries of the file of equivalents that do not hold\n\n" + "\n".join(not_held))
-    for verdict, name in ((SURVIVED, "Survivors"), (EXPLAINED, "Explained")):
-        mine = [f for f in found if f["verdict"] == verdict]
-        shown = [
-            f"### {f['file']}, line {f['line']}: {f['operator']}\n\n"
-            + "".join(f"{f[k]}\n\n" for k in ("reason", "detail") if f.get(k))
-            + f"```diff\n{f['diff']}\n```"
-            for f in mine
-        ]
-        parts.append(f"## {name}\n\n" + ("\n\n".join(shown) or "None."))
-    parts.append(promised(folder))
+    parts += [
+        f"## How\n\n{there['method']}",
+        f"## By operator\n\n{by(found, 'operator')}",
+        f"## By file\n\n{by(found, 'file')}",
+        f"## Which question killed first\n\n{killers(found)}",
+        "## Explained\n\n" + ("\n".join(explained) or "None."),
+        f"## Provenance\n\n{tables.facts(made).data}",
+        promised(folder),
+    ]
     (folder / "README.md").write_text("\n\n".join(filter(None, parts)) + "\n", encoding="utf-8")
+
+
+def _edit(f: dict) -> str:
+    """Returns the heading and the diff of a mutant, and with how many seeds it survived."""
+    said = f"{f['detail']}\n\n" if f.get("detail") else ""
+    return f"### {f['file']}, line {f['line']}: {f['operator']}\n\n{said}```diff\n{f['diff']}\n```"

@@ -269,7 +269,7 @@ def test_a_report_of_other_kernels_or_another_contract_says_so(tmp_path):
     text = page.report(tmp_path)["README.md"]
     assert [page.OLDER in line(text, name) for name in ("now", "other", "unknown")] == [False, True, True]
     assert f"2 of 3 are of {page.OLDER}" in text and page.lead([], "") == ""
-    assert text.splitlines()[4].startswith("**A GPU, 3 reports: every bit agrees in 192 elements"), "stock has no part"
+    assert text.splitlines()[4].startswith("**A GPU, 3 reports: every bit agrees.** 3 checks"), "stock has no part"
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_no_library_and_no_gpu_serve_nothing(monkeypatch):
 
 @pytest.mark.parametrize("m, n", [(4096, 1000), (1000, 4096), (4096, 4096)])
 def test_a_fold_that_goes_on_is_no_product_of_the_library(monkeypatch, m, n):
-    for name, answer in (("is_hopper", True), ("serves", True), ("waves", 1.0)):
+    for name, answer in (("is_hopper", True), ("serves", True), ("waves", 1.0), ("memory_peak", 0)):
         monkeypatch.setattr(gemm, name, lambda *given, answer=answer, **how: answer)
     sizes, dtypes = (m, n, 320), (torch.bfloat16, torch.float32)
     chosen = lambda continues: gemm.cheapest.__wrapped__(

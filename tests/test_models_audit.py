@@ -7,8 +7,9 @@ import torch
 from transformers.utils import logging
 
 from bi_kernels.audit import start
-from bi_kernels.audit.targets.transformers import TransformersTarget, quiet
+from bi_kernels.audit.targets.transformers import OURS, STOCK, TransformersTarget, quiet
 from bi_kernels.contract import CONTRACT
+from helpers import decoder_training, transformers_trainer, whole_model
 
 
 @pytest.fixture(scope="module")
@@ -45,3 +46,22 @@ def test_the_bound_of_the_logits_is_the_contracts(dtype, times, verdict, session
     moved[1, 2] += times * line["bound"]
     row, _ = target.accuracy_row(moved, stock)
     assert (row.verdict, bool(row.mismatches)) == (verdict, verdict != "pass")
+
+
+def test_the_conclusions_of_reports_are_computed():
+    line = {"candidate": "bi_kernels", "runs": 5, "SHA-256": 1, "share of logprobs that differ": 0.0}
+    stock = line | {"candidate": "torch", "SHA-256": 5, "share of logprobs that differ": 0.008}
+    assert decoder_training.conclusion([line, stock]) == (
+        "5 layouts end in 1 set of weights, stock PyTorch's in 5 sets of weights. "
+        "Between rollout and trainer none of the logprobs differ, in stock PyTorch 0.80%."
+    )
+    runs = [(OURS, "a"), (OURS, "a"), (STOCK, "b"), (STOCK, "c")]
+    lines = [{"model": model, "trainer": "Trainer", "SHA-256": digest} for model, digest in runs]
+    assert transformers_trainer.conclusion(lines) == (
+        "Trainer ends in 1 set of weights for 2 splits of its steps; stock Transformers' in 2 sets of weights for 2."
+    )
+    told = {"bi_kernels, bf16": (0, 1200), "bi_kernels, fp32": (1, 300), "stock PyTorch, bf16": (7, 9)}
+    lines = [{"model": m, "logprobs that differ": n, "tokens": of} for m, (n, of) in told.items()]
+    assert whole_model.rescored(lines).endswith(
+        "1 of 1,500 generated tokens have another logprob; in stock PyTorch 7 of 9."
+    )

@@ -6,6 +6,7 @@ import shlex
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pytest
@@ -19,6 +20,7 @@ from markdown_it import MarkdownIt
 from bi_kernels.audit import audit
 from bi_kernels.audit.axes import NO_GRAD_NEEDED, Kind, axes_of, side_of
 from bi_kernels.audit.findings import LATE, NEEDS_FIX, PASS, UNSUPPORTED, Row
+from bi_kernels.audit.index import report
 from bi_kernels.audit.index.report import page
 from bi_kernels.audit.parameters import command
 from bi_kernels.audit.report import escape, tables
@@ -366,3 +368,26 @@ def test_a_wide_table_is_in_parts_that_say_which_line_is_which(differs, headings
     first = [part.splitlines()[0].strip("| ") for part in text.split("\n\n")]
     assert [re.sub(r" *\| *", " ", line) for line in first] == headings
     assert all(len(part.splitlines()) == 4 for part in text.split("\n\n"))
+
+
+def test_the_readme_reads_a_wide_table_whole(tmp_path):
+    sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
+    try:
+        import readme
+    finally:
+        sys.path.pop(0)
+    lines = [{"n": i, **{f"column {j}": f"{i}.{j}" for j in range(9)}} for i in range(3)]
+    other = [{"n": 0, "column 8": "of another table"}]
+    text = f"{table(lines)}\n\n{table(other)}\n"
+    assert text.count("| n ") > 2
+    read = readme.tables(text, "column 8")
+    assert read == [{k: str(v) for k, v in line.items()} for line in [*lines, *other]]
+
+
+def test_a_link_of_a_notebook_leads_there_from_its_report(tmp_path):
+    root = Path(__file__).parents[1]
+    body = "See [families](../docs/families.md) and [a page](https://pytorch.org)."
+    assert report.moved(body, root / "audits" / "a" / "b").startswith(
+        "See [families](../../../docs/families.md) and [a"
+    )
+    assert report.moved(body, tmp_path) == "See families and [a page](https://pytorch.org).", "outside of a checkout"

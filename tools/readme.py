@@ -125,8 +125,8 @@ def speed() -> str:
     """Returns the table of times on the H200, from the reports' data."""
     packed = (H200 / "bench" / "benchmark.jsonl.xz").read_bytes()
     bench = [json.loads(line) for line in lzma.decompress(packed).splitlines()]
-    steps = {r["what"]: r["of stock"] for r in tables(H200 / "transformers" / "README.md", "of stock")}
-    chain = tables(H200 / "chain" / "README.md", "of stock compiled")[0]
+    steps = {r["what"]: r["of stock"] for r in tables((H200 / "transformers" / "README.md").read_text(), "of stock")}
+    chain = tables((H200 / "chain" / "README.md").read_text(), "of stock compiled")[0]
 
     def cells(what: str, against: str, **where) -> list[str]:
         times = [r["times"] for r in bench if all(r.get(k) == v for k, v in where.items()) and r.get("times")]
@@ -166,16 +166,22 @@ def speed() -> str:
 
 def _cells(line: str) -> list[str]:
     *first, last = line.strip("|").split("|")
-    return [cell.strip() for cell in (*first, *last.split(" · "))]  # the last columns of a wide table share one
+    return [cell.strip() for cell in (*first, *last.split(" · "))]  # the last columns of a wide table may share one
 
 
-def tables(path: Path, column: str) -> list[dict[str, str]]:
-    """Returns the rows of the Markdown tables of a report that have a column."""
-    found: list[dict[str, str]] = []
-    for text in re.findall(r"(?:^\|.*\n)+", path.read_text(), re.M):
-        head, _, *rows = map(_cells, text.strip().splitlines())
-        found += [dict(zip(head, cells)) for cells in rows] if column in head else []
-    return found
+def tables(text: str, column: str) -> list[dict[str, str]]:
+    """Returns the rows of the Markdown tables that have a column; parts of a wide table, which follow each other and
+    begin with the same columns, are one."""
+    found: list[list[dict[str, str]]] = []
+    for part in re.findall(r"(?:^\|.*\n)+", text, re.M):
+        head, _, *rows = map(_cells, part.strip().splitlines())
+        lines = [dict(zip(head, cells)) for cells in rows]
+        before = found[-1] if found else []
+        if len(before) == len(lines) and all(old.get(head[0]) == new[head[0]] for old, new in zip(before, lines)):
+            found[-1] = [old | new for old, new in zip(before, lines)]
+        else:
+            found.append(lines)
+    return [line for lines in found for line in lines if column in line]
 
 
 TABLES = {"models": models, "versions": versions, "ops": ops, "speed": speed}

@@ -16,6 +16,7 @@ PRECONDITION = "precondition"  # relation of a row that compares no bits, and wi
 NOT_RUN = "required, not run"
 LATE = "not run"  # layout of a row of what a budget left no time for
 LOCALISER = "localiser"  # relation of a row that says whether it names an op
+FINDING = "finding.txt"  # what an audit found out, in plain sentences with which its report begins
 VERDICTS, PACKED = "verdicts.json", "verdicts.json.xz"  # the rows of a document; the same, as they are committed
 TITLE = "# Audits\n\nWritten by `bi-audit report`"  # how an index of documents begins
 

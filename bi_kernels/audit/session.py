@@ -11,7 +11,7 @@ import torch
 import bi_kernels
 from bi_kernels.audit.checks.ops import judge, quick
 from bi_kernels.audit.controls.run import judge_controls
-from bi_kernels.audit.findings import PASS, Row, grouped, late, needs_fix, verdict_of, write_rows
+from bi_kernels.audit.findings import FINDING, PASS, Row, grouped, late, needs_fix, verdict_of, write_rows
 from bi_kernels.audit.parallel import Processes
 from bi_kernels.audit.parameters import choose, command, device_name, read
 from bi_kernels.audit.registry import OPS
@@ -138,6 +138,11 @@ class Session:
         self.rows += rows
         if self.out:
             write_rows(self.out / "verdicts.json", [vars(r) for r in self.rows])
+
+    def conclude(self, *sentences: str) -> None:
+        """Leaves in a file what the audit found out, in plain sentences with which its report begins."""
+        if self.out:
+            (self.out / FINDING).write_text(" ".join(filter(None, sentences)) + "\n", encoding="utf-8")
 
     def whole_run(self) -> None:
         """Judges, on a GPU, every variant of this package's kernels that this run has launched so far; records it."""

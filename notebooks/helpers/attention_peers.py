@@ -47,11 +47,11 @@ EVERYBODY = {"bi_kernels": ours} | PEERS
 
 
 def whose_heads(shapes: str, sets: dict[str, dict] = SHAPES) -> str:
-    """Says which other sets of shapes have the same heads and lengths, if any."""
+    """Says which other sets of shapes have the same heads and lengths; '' if none."""
     sizes = lambda name: [sets[name].get(k) for k in SIZES]
     same = [f"`{name}`" for name in sets if name != shapes and sizes(name) == sizes(shapes)]
     if not same:
-        return f"No other set of shapes has the heads and lengths of `{shapes}`."
+        return ""
     also = f"Heads and lengths of `{shapes}` are those of {' and '.join(same)} too"
     return f"{also}: attention's calls have the same shapes in both documents, and are made a second time."
 

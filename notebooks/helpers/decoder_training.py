@@ -259,6 +259,17 @@ def spread(session, found: Sequence[Trained]) -> list[dict]:
     return lines
 
 
+def conclusion(lines: Sequence[dict]) -> str:
+    """Says in how many sets of weights the layouts end, and how many logprobs differ; lines: from `spread`."""
+    ours, stock = (next(line for line in lines if line["candidate"] == name) for name in ("bi_kernels", "torch"))
+    sets = lambda line: f"{line['SHA-256']} set{'s' * (line['SHA-256'] != 1)} of weights"
+    share = lambda line: f"{found:.2%}" if (found := line["share of logprobs that differ"]) else "none"
+    return (
+        f"{ours['runs']} layouts end in {sets(ours)}, stock PyTorch's in {sets(stock)}. Between rollout and trainer "
+        f"{share(ours)} of the logprobs differ, in stock PyTorch {share(stock)}."
+    )
+
+
 def draw(found: Sequence[Trained], title: str) -> plt.Figure:
     """Draws what the splits of a candidate make of the same run: each one's reward and their mean, and how far the
     trainer's logprobs are from the rollout's under the same weights."""

@@ -21,6 +21,15 @@ def hashes(session) -> list[dict]:
     return [{"world": c.name, "ranks": c.ranks, "SHA-256": e.digest()} for c, e in session.evidence.items()]
 
 
+def conclusion(session) -> str:
+    """Says how many configurations end in the hash of one rank."""
+    alone = {c: e.digest() for c, e in session.evidence.items() if c == c.alone}
+    several = {c: e.digest() for c, e in session.evidence.items() if c != c.alone}
+    same = sum(alone.get(c.alone) == digest for c, digest in several.items())
+    ranks = max((c.ranks for c in several), default=1)
+    return f"{same} of {len(several)} ways to use up to {ranks} ranks end in the hash of one rank."
+
+
 def first_divergence(one: list[dict], ranks: list[list[dict]]) -> tuple[str, int] | None:
     """Returns the first op of which a rank has other bits than one rank alone, and how many outputs came before it, all
     of which agree; None if there is none."""

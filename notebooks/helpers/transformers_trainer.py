@@ -129,9 +129,23 @@ def compared(session, dtype: str, name: str, make: Callable) -> list[dict]:
             line = {"model": OURS if ours else STOCK, "trainer": name}
             line |= {"sequences × micro-batches": split.rpartition(", ")[2]}
             line |= {"tensors moved": f"{len(found) - still} of {len(found)}"}
-            lines.append(line | {"weights that differ": row.mismatches, "of": row.elements, "SHA-256": digest})
+            differ = f"{row.mismatches:,} of {row.elements:,}"
+            lines.append(line | {"weights that differ": differ, "SHA-256": digest})
     session.add([control_row(f"the model of {STOCK}, trained by {name}", of_stock)])
     return lines
+
+
+def conclusion(lines: Sequence[dict]) -> str:
+    """Says for each trainer in how many sets of weights its splits end."""
+    said = []
+    for trainer in dict.fromkeys(line["trainer"] for line in lines):
+        mine = [[line for line in lines if (line["trainer"], line["model"]) == (trainer, who)] for who in (OURS, STOCK)]
+        splits, stock = (len(each) for each in mine)
+        count = [len({line["SHA-256"] for line in each}) for each in mine]
+        sets = [f"{n} set{'s' * (n != 1)} of weights" for n in count]
+        of_stock = f"; stock Transformers' in {sets[1]} for {stock}" * bool(stock)
+        said.append(f"{trainer} ends in {sets[0]} for {splits} splits of its steps{of_stock}.")
+    return " ".join(said)
 
 
 def hashes(lines: Sequence[dict]) -> dict[str, int]:

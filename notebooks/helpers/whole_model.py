@@ -18,6 +18,15 @@ def stock(session) -> Drifts:
     return target.drifts
 
 
+def rescored(lines: list[dict]) -> str:
+    """Says how many generated tokens have another logprob once they are scored again; lines: a model each, ours and
+    stock's."""
+    of = lambda mine: f"{sum(x['logprobs that differ'] for x in mine):,} of {sum(x['tokens'] for x in mine):,}"
+    ours = [line for line in lines if line["model"].startswith("bi_kernels")]
+    stock = [line for line in lines if line not in ours]
+    return f"Scored again, {of(ours)} generated tokens have another logprob; in stock PyTorch {of(stock)}."
+
+
 def shares(drifts: Drifts) -> dict[str, dict[str, float]]:
     """Returns {layout: {kind of tensor: share of its elements that differ}}; a kind's names end alike."""
     found = {}

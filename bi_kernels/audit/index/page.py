@@ -69,7 +69,7 @@ class Document:
             counts = [MARK[""]] * 3
         else:
             mark = MARK[self.verdict] if self.verdict else ""
-            said = reports.others(self.path), mark, reports.finding(self.path, self.rows)
+            said = reports.conclusion(self.path), mark, reports.finding(self.path, self.rows)
             found = " ".join(filter(None, said))
             counts = reports.counts(self.rows)
         made = [self.made.get("date", MARK[""]), self.made.get("commit", MARK[""])[:8], *[OLDER] * self.older(here)]
@@ -126,6 +126,7 @@ def lead(found: Sequence[Document], here: str) -> str:
     devices = escape.text(", ".join(dict.fromkeys(d.made["device"] for d in mine)))
     rows, older = [r for d in mine for r in d.rows], sum(d.older(here) for d in mine)
     said = re.sub(r"; refused as the contract says: [^;]*", "", headline(rows))
+    said = re.sub(r"(every bit agrees) in [^;]*", r"\1", said)  # how many elements, each report says
     missed = "a control was missed; " if any(r["control"] for r in needs_fix(rows)) else ""
     aged = f" {older} of {len(mine)} {'is' if older == 1 else 'are'} of {OLDER} than those here." * bool(older)
     count = f"{len(mine)} report{'s' * (len(mine) > 1)}"

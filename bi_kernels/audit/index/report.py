@@ -12,6 +12,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from bi_kernels.audit.axes import compares_bits
 from bi_kernels.audit.findings import (
+    FINDING,
     NEEDS_FIX,
     PACKED,
     PASS,
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from nbformat import NotebookNode
 
 NOTEBOOK, PAGE = "notebook.ipynb", "README.md"
-FINDING = "finding.txt"  # plain sentences about others than this package, with which a report begins
 # tags of cells; the report begins with the verdict and ends with the provenance
 VERDICT = "nbval-check-output"
 NOT_SHOWN = {"papermill-error-cell-tag", "injected-parameters", "parameters", "setup", VERDICT}
@@ -73,11 +73,27 @@ def reading(folder: Path) -> str:
 
 
 def _linked(folder: Path, text: str, file: Path, heading: str = "") -> str:
+    place = _path_to(file, folder)
+    return f"[{text}]({place}{heading})." if place else ""
+
+
+def _path_to(file: Path, folder: Path) -> str:
+    """Returns where a file of the checkout lies that a folder is in, '' of any other folder."""
     folder = folder.resolve()
     for root in folder.parents:
         if (root / file).is_file() and (root / OURS).is_file():
-            return f"[{text}]({Path(os.path.relpath(root / file, folder)).as_posix()}{heading})."
+            return Path(os.path.relpath(root / file, folder)).as_posix()
     return ""
+
+
+def moved(body: str, folder: Path) -> str:
+    """Returns a notebook's Markdown with its links to the checkout's files as the folder of a report has them."""
+
+    def link(match: re.Match) -> str:
+        place = _path_to(Path(match[2]), folder)
+        return f"[{match[1]}]({place})" if place else match[1]
+
+    return re.sub(r"\[([^\]\n]+)\]\(\.\./([\w./-]+)\)", link, body)
 
 
 def subject(rows: list[dict]) -> str:
@@ -100,8 +116,8 @@ def counted(rows: list[dict]) -> str:
     return f"{checks} check{'s' * (checks != '1')}, {bad} need a fix; controls caught: {caught}"
 
 
-def others(folder: Path) -> str:
-    """Returns what an audit found out about others than this package, in Markdown: what its run left in a file."""
+def conclusion(folder: Path) -> str:
+    """Returns what an audit found out, in Markdown: what its run left in a file."""
     file = folder / FINDING
     return escape.text(file.read_text(encoding="utf-8").strip()) if file.is_file() else ""
 
@@ -138,7 +154,7 @@ def title(folder: Path, rows: list[dict]) -> str:
         return "a control was missed" if needs_fix(rows) else "nothing was judged"
     if verdict_of(rows) == UNSUPPORTED:
         return "time was up" if late(rows) else "nothing could be judged"
-    if said := others(folder):
+    if said := conclusion(folder):
         return said[0].lower() + re.split(r"[:,;.](?:\s|$)", said[1:])[0]
     if compares_bits(rows):
         return "every bit agrees"
@@ -148,7 +164,7 @@ def title(folder: Path, rows: list[dict]) -> str:
 def page(body: str, folder: Path, rows: list[dict], place: Path | None = None) -> str:
     """Returns the text of README.md. body: the notebook as Markdown; folder: where the evidence is; place: where the
     report will stand, if elsewhere."""
-    heading, _, rest = body.strip().partition("\n")
+    heading, _, rest = moved(body, place or folder).strip().partition("\n")
     name, _, question = heading.lstrip("# ").partition(": ")
     made = folder / "provenance.json"
     fields = json.loads(made.read_text(encoding="utf-8")) if made.is_file() else {}
@@ -159,7 +175,7 @@ def page(body: str, folder: Path, rows: list[dict], place: Path | None = None) -
         title=title(folder, rows),
         question=_begun(question),
         verdict=MARK[word] + f" **{word}**: " if (word := verdict(folder, rows)) else "",
-        finding=f"{others(folder)} {finding(folder, rows)}".strip(),
+        finding=f"{conclusion(folder)} {finding(folder, rows)}".strip(),
         counted=counted(rows),
         interpreted=ON_INTERPRETER if any(r["device"] == "interpreter" for r in rows) else "",
         command=fields.pop("command", ""),
@@ -178,7 +194,7 @@ def markdown(notebook: "NotebookNode", name: str) -> tuple[str, dict[str, bytes]
 
     notebook = deepcopy(notebook)
     for cell in notebook.cells:  # it stands at the end of the report
-        if cell.source == PROVENANCE:
+        if PROVENANCE in cell.source:
             cell.outputs = []
     if raised(notebook.cells[-1]):  # it asserts what the verdict above it says
         notebook.cells[-1].outputs = []

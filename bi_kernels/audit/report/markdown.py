@@ -29,7 +29,7 @@ def table(lines, most: int = 6) -> str:
     if len(names) <= most:
         return _piped(lines)
     apart = lambda n: len({tuple(str(line.get(k)) for k in names[:n]) for line in lines}) == len(lines)
-    if keys := next(filter(apart, range(1, most // 2 + 1)), 0):
+    if keys := next(filter(apart, range(1, most - 1)), 0):
         rest = len(names) - keys
         width = -(-rest // -(-rest // (most - keys)))
         parts = [[*names[:keys], *names[start : start + width]] for start in range(keys, len(names), width)]

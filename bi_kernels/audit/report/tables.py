@@ -66,7 +66,7 @@ def label(r: Row) -> str:
 
 
 def by_op(rows: Sequence[Row]) -> Markdown:
-    """Op × dtype: bits that differ, the largest error as a share of the bound, and the verdict of all other checks."""
+    """Op × dtype: elements that differ, the largest error as a share of the bound, and all other checks."""
     lines = []
     for (op, dtype), mine in grouped((r for r in rows if not r.control), lambda r: (label(r), r.dtype)).items():
         bits, accuracy = ([r for r in mine if r.relation in kind] for kind in (BITS, ACCURACIES))
@@ -75,12 +75,13 @@ def by_op(rows: Sequence[Row]) -> Markdown:
             {
                 "op": escape.text(op),
                 "dtype": dtype,
-                "bits that differ": f"{markdown.MARK[worst(bits)]} {_of(bits)}",
+                "elements that differ": f"{markdown.MARK[worst(bits)]} {_of(bits)}",
                 "error / bound": f"{markdown.MARK[worst(accuracy)]} {share_of([vars(r) for r in accuracy])}".strip(),
                 "other checks": "; ".join(f"{relation}: {_mark(r)}" for relation, r in others.items()) or "–",
             }
         )
-    return table(lines)
+    unsaid = [k for k in ("error / bound", "other checks") if all(line[k] == markdown.MARK[""] for line in lines)]
+    return table([{k: v for k, v in line.items() if k not in unsaid} for line in lines])
 
 
 def _of(rows: Sequence[Row]) -> str:

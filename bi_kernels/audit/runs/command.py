@@ -35,8 +35,7 @@ def run(given) -> None:
             told = asdict(read(names[0], of_each[names[0]]))
             out, narrowed = place(names[0], told, given.out, given.publish)
             folder.refuse_foreign(out, names)
-            if given.publish:
-                report.check_templates()
+            report.check_templates()
             indexed = (out, out.parent) if given.publish and not narrowed else (out,)
             for path in indexed:
                 page.report(path)  # what it cannot read is found before anything runs

@@ -15,7 +15,6 @@ from bi_kernels.audit.axes import Side
 from bi_kernels.audit.compare import Drift
 from bi_kernels.audit.executor import Died, Process, begin
 from bi_kernels.audit.findings import NEEDS_FIX, PASS, Row, needs_fix, up_to_a_drift
-from bi_kernels.audit.index import report
 from bi_kernels.audit.parameters import choose, read
 from bi_kernels.audit.session import Session
 from bi_kernels.audit.targets.base import Target
@@ -172,5 +171,5 @@ class RecipesSession(Session):
             text = json.dumps(found, indent=1, ensure_ascii=False)
             flat = re.sub(r"\[\s+([^\[\]{}]*?)\s+\]", lambda m: f"[{' '.join(m[1].split())}]", text)
             (self.out / summary.FILE).write_text(flat + "\n", encoding="utf-8")
-            (self.out / report.FINDING).write_text(summary.finding(found) + "\n", encoding="utf-8")
+        self.conclude(summary.finding(found))
         return found
