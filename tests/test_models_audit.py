@@ -58,10 +58,10 @@ def test_the_conclusions_of_reports_are_computed():
     runs = [(OURS, "a"), (OURS, "a"), (STOCK, "b"), (STOCK, "c")]
     lines = [{"model": model, "trainer": "Trainer", "SHA-256": digest} for model, digest in runs]
     assert transformers_trainer.conclusion(lines) == (
-        "Trainer ends in 1 set of weights for 2 splits of its steps; stock Transformers' in 2 sets of weights for 2."
+        "2 splits of a step end in 1 set of weights under Trainer; stock Transformers' 2 in 2 sets of weights."
     )
     told = {"bi_kernels, bf16": (0, 1200), "bi_kernels, fp32": (1, 300), "stock PyTorch, bf16": (7, 9)}
     lines = [{"model": m, "logprobs that differ": n, "tokens": of} for m, (n, of) in told.items()]
-    assert whole_model.rescored(lines).endswith(
-        "1 of 1,500 generated tokens have another logprob; in stock PyTorch 7 of 9."
+    assert whole_model.rescored(lines) == (
+        "Rescoring changes the logprobs of 1 of 1,500 generated tokens; in stock PyTorch of 7 of 9."
     )

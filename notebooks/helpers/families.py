@@ -143,7 +143,7 @@ def headline(session: FamiliesSession) -> str:
     honest = all(map(family_verdict.agree, asked)) and len(asked) == len(session.verdicts)
     no = f" {', '.join(lost)} {'does' if len(lost) == 1 else 'do'} not." if lost else ""
     said = "says so in each case" if honest else "or the model fails in some: see the rows that need a fix"
-    return f"**After `apply`, {len(kept)} of {len(session.verdicts)} families keep their bits.{no}** `apply` {said}."
+    return f"**{len(kept)} of {len(session.verdicts)} families keep their bits after `apply`.{no}** `apply` {said}."
 
 
 def table(session: FamiliesSession) -> list[dict]:

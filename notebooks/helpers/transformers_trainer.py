@@ -143,8 +143,8 @@ def conclusion(lines: Sequence[dict]) -> str:
         splits, stock = (len(each) for each in mine)
         count = [len({line["SHA-256"] for line in each}) for each in mine]
         sets = [f"{n} set{'s' * (n != 1)} of weights" for n in count]
-        of_stock = f"; stock Transformers' in {sets[1]} for {stock}" * bool(stock)
-        said.append(f"{trainer} ends in {sets[0]} for {splits} splits of its steps{of_stock}.")
+        of_stock = f"; stock Transformers' {stock} in {sets[1]}" * bool(stock)
+        said.append(f"{splits} splits of a step end in {sets[0]} under {trainer}{of_stock}.")
     return " ".join(said)
 
 

@@ -24,7 +24,7 @@ def rescored(lines: list[dict]) -> str:
     of = lambda mine: f"{sum(x['logprobs that differ'] for x in mine):,} of {sum(x['tokens'] for x in mine):,}"
     ours = [line for line in lines if line["model"].startswith("bi_kernels")]
     stock = [line for line in lines if line not in ours]
-    return f"Scored again, {of(ours)} generated tokens have another logprob; in stock PyTorch {of(stock)}."
+    return f"Rescoring changes the logprobs of {of(ours)} generated tokens; in stock PyTorch of {of(stock)}."
 
 
 def shares(drifts: Drifts) -> dict[str, dict[str, float]]:
