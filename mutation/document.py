@@ -166,7 +166,8 @@ def left_alone(found: Sequence[dict], there: dict) -> str:
     """Says how many mutants there are, and in which files a run broke nothing; there: from `population`."""
     names = there["audits"]
     whose = f"the audits named ({', '.join(names)})" if names else "all audits"
-    whose += f" in files that match {there['patterns']}" if "patterns" in there else ""
+    patterns = [f"`{pattern}`" for pattern in there.get("patterns", "").split(",") if pattern]
+    whose += f" in files that match {', '.join(patterns)}" if patterns else ""
     left = {file: count for file, count in there["files"].items() if file not in {f["file"] for f in found}}
     files, more = len(there["files"]), sum(left.values())
     said = (
