@@ -143,9 +143,9 @@ def speed() -> str:
     counts = Counter(r["group"] for r in bench)
     one = lambda what, against, times: [what, against, f"**{float(times):.2f}**", "–"]
     rows = [
-        one("Hugging Face Qwen3, training step", "stock", steps["forward and backward of a step"]),
+        one("Hugging Face Qwen3, forward and backward", "stock", steps["forward and backward of a step"]),
         one("Hugging Face Qwen3, decode in a graph", "stock", steps["a decode step in a CUDA graph"]),
-        one(f"{chain['layers']} layers of Qwen3-8B, training step", "eager", chain["of stock eager"]),
+        one(f"{chain['layers']} layers of Qwen3-8B, forward and backward", "eager", chain["of stock eager"]),
         one("the same", "`torch.compile`", chain["of stock compiled"]),
         one(f"{eager['case'].partition(',')[0]} of it, eager decode", "eager", eager["times"]),
         cells(f"{counts['gemm']:,} products of models", "cuBLAS", group="gemm"),
