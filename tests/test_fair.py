@@ -754,3 +754,12 @@ def test_a_scatter_in_source_that_no_call_reached_is_still_one():
 
 def test_there_are_enough():
     assert len(CALLABLES) + len(CANDIDATES) >= 120
+
+
+def test_a_buffer_replaced_under_inference_mode_comes_back_where_the_module_then_raises():
+    module = torch.nn.BatchNorm1d(4)
+    before = module.running_mean
+    with pytest.raises(RuntimeError, match="refused"), modes._inference(module):
+        module.running_mean = torch.ones(4)
+        raise RuntimeError("refused")
+    assert module.running_mean is before and not module.running_mean.is_inference()

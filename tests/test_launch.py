@@ -22,7 +22,7 @@ from bi_kernels.compat import descriptor, keeping_maps
 from bi_kernels.contract import CONTRACT
 from bi_kernels.ops.gemm import gemm
 from bi_kernels.ops.gemm import hopper_cublaslt as cublaslt
-from bi_kernels.ops.gemm.cost import Tile
+from bi_kernels.ops.gemm.cost import Tile, best_cut, way_for
 from bi_kernels.ops.gemm.gemm import cheapest
 from bi_kernels.ops.gemm.kernel import FP32_TILE
 
@@ -85,6 +85,23 @@ def test_a_fold_that_goes_on_is_no_product_of_the_library(monkeypatch, m, n):
     )
     assert chosen(continues=True)[0] != cublaslt.LIBRARY
     assert chosen(continues=False)[0] == cublaslt.LIBRARY, "a first one may be"
+
+
+def test_the_speed_of_a_memory_chooses_the_program_and_not_the_cut(monkeypatch):
+    for name in ("is_hopper", "serves"):
+        monkeypatch.setattr(gemm, name, lambda *given: True)
+    dtypes = (torch.bfloat16,) * 2
+
+    def chosen(peak: float, M: int, N: int, K: int) -> tuple:
+        monkeypatch.setattr(gemm, "memory_peak", lambda device: peak)
+        monkeypatch.setattr(gemm, "waves", lambda sizes, *given, **how: 2 * -(-sizes[1] // 128) / 132)
+        return gemm.cheapest.__wrapped__((M, N, K), ((K, 1), (K, 1)), False, dtypes, torch.device("cuda", 0))
+
+    few, many = (128, 8192, 2048), (200, 17408, 5120)
+    assert chosen(0, *few)[0] != cublaslt.LIBRARY and chosen(4.8, *few)[0] == cublaslt.LIBRARY
+    assert chosen(0, *many) == chosen(4.8, *many) == (cublaslt.LIBRARY, 0)
+    us = lambda n: way_for(200, n, 5120, "rows", (False, False), True, 2 * -(-n // 128) / 132, 4.8)[0]
+    assert best_cut(17408, us), "the model itself would cut there"
 
 
 def flat(launcher, places, meta):

@@ -1,15 +1,17 @@
 """The audit of Transformers' models: what it needs, that it leaves the library as it was, and what its bound is of."""
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers.utils import logging
 
 from bi_kernels.audit import start
+from bi_kernels.audit.targets.distributed.step import ParallelConfig
 from bi_kernels.audit.targets.transformers import OURS, STOCK, TransformersTarget, quiet
 from bi_kernels.contract import CONTRACT
-from helpers import decoder_training, transformers_trainer, whole_model
+from helpers import decoder_training, parallelism, transformers_trainer, whole_model
 
 
 @pytest.fixture(scope="module")
@@ -65,3 +67,10 @@ def test_the_conclusions_of_reports_are_computed():
     assert whole_model.rescored(lines) == (
         "Rescoring changes the logprobs of 1 of 1,500 generated tokens; in stock PyTorch of 7 of 9."
     )
+
+
+@pytest.mark.parametrize("digest, same", [("a", 1), ("b", 0)])
+def test_ranks_that_end_in_another_hash_are_counted(digest, same):
+    of = lambda digest: SimpleNamespace(digest=lambda: digest)
+    session = SimpleNamespace(evidence={ParallelConfig(): of("a"), ParallelConfig(2, 1): of(digest)})
+    assert parallelism.conclusion(session).startswith(f"{same} of 1 ways to use up to 2 ranks end in the hash")

@@ -370,7 +370,7 @@ def test_a_wide_table_is_in_parts_that_say_which_line_is_which(differs, headings
     assert all(len(part.splitlines()) == 4 for part in text.split("\n\n"))
 
 
-def test_the_readme_reads_a_wide_table_whole(tmp_path):
+def test_the_readme_reads_a_wide_table_whole():
     sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
     try:
         import readme

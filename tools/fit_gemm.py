@@ -3,7 +3,8 @@
     python tools/fit_gemm.py measure OUT.jsonl [--seconds 120]     # on the GPU; every configuration's bits are compared
     python tools/fit_gemm.py fit OUT.jsonl [MORE.jsonl …]          # anywhere, needs scipy; writes cost.toml
 
-The numbers there were fitted to gemm_times_h100.jsonl, which `measure` wrote on an H100 (torch 2.11, Triton 3.6).
+The numbers there were fitted to gemm_times_h100.jsonl, which `measure` wrote on an H100 (torch 2.11, Triton 3.6), but
+for `peak`, which is from NVIDIA's data sheet of it: 3.35 TB/s.
 
 The second prints what the choice by the model costs beside the best choice of what was measured.
 """
